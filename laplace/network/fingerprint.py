@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.batch import Inputs
 from laplace.core.precision_policy import wide_dtype
-from laplace.errors import ModelChangedError, ModelChangedWarning, warn
+from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
 from laplace.network.attributes import Seen, attributes_of, changed_names, digests
 from laplace.network.model_guard import model_lock, modules_of
 from laplace.network.settings import settings_of
 from laplace.network.spread import held, held_parts, is_spread, rest_of, whole
-from laplace.network.witness import Witness
+from laplace.network.witness import ROWS, Witness
 
 _PERIOD = 4096
 """Tensors are seen as rows of this length; their entries are weighed by column and by row."""
@@ -198,10 +200,36 @@ class ModelWatch:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
+        self._was_asked = False
 
     def check(self, model: nn.Module) -> None:
         """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
         self.fingerprint = self.fingerprint.check(model)
+
+    def warn_of_coupling(self, model: nn.Module, x: Inputs) -> None:
+        """Asks once, unless the fit has seen it, if predictions depend on the data beside them.
+
+        Args:
+            model: The network.
+            x: Inputs of a prediction.
+
+        Warns:
+            ApproximationWarning: They do.
+        """
+        witness, tensors = self.fingerprint.witness, batches.tensors(x)
+        if self._was_asked or witness is None or witness.is_alone or not checks.numbers_are_known():
+            return
+        n_data = len(tensors[0]) if tensors and tensors[0].ndim else 0
+        if n_data <= ROWS:
+            return
+        self._was_asked = True
+        if witness.couples(model, x, n_data):
+            warn(
+                "the network's outputs at a datum depend on the data beside it, as where a layer standardises by the "
+                "mean and variance of its batch: la(x)[:2] is not la(x[:2]), and fits depend on the batches. In "
+                "evaluation mode take running statistics (nn.BatchNorm1d), or a LayerNorm.",
+                ApproximationWarning,
+            )
 
 
 def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:

@@ -46,17 +46,40 @@ class Witness:
         outputs: Outputs at them, flat; evenly spaced entries where there are more than a million.
         call: How to call the network.
         written: Names of plain attributes that a forward pass writes.
+        is_alone: True if the outputs at these data were the same beside others in the fit's batch.
     """
 
     x: Inputs
     outputs: Tensor
     call: ForwardFn
     written: frozenset[str] = frozenset()
+    is_alone: bool = False
 
     @classmethod
-    def of(cls, x: Inputs, outputs: Tensor, call: ForwardFn, written: Iterable[str] = ()) -> Witness:
+    def of(
+        cls, x: Inputs, outputs: Tensor, call: ForwardFn, written: Iterable[str] = (), *, is_alone: bool = False
+    ) -> Witness:
         """A witness of inputs that are its own, and of outputs `[B, …]`."""
-        return cls(x, _spaced(outputs), call, frozenset(written))
+        return cls(x, _spaced(outputs), call, frozenset(written), is_alone)
+
+    def couples(self, model: nn.Module, x: Inputs, n_data: int) -> bool:
+        """True if the outputs at data depend on those beside them: those of two are others with two more.
+
+        Args:
+            model: The network.
+            x: Inputs of B data.
+            n_data: B, at least three.
+        """
+        try:
+            device = next(iter(model.parameters())).device
+            rows = batches.to_device(batches.select(x, slice(0, 2 * ROWS), n_data), device)
+            few, more = batches.select(rows, slice(0, ROWS), min(2 * ROWS, n_data)), rows
+            alone, beside = (outputs_at(model, some, self.call) for some in (few, more))
+        except Exception as error:  # a network that takes whole batches only
+            if ran_out(error):
+                raise
+            return False
+        return len(alone) == ROWS < len(beside) and differ(alone, beside[:ROWS], model)
 
     def agrees(self, model: nn.Module, *, changed: bool) -> bool:
         """True if the network has its outputs of then; one that does not run on these data any more has not.
@@ -217,7 +240,9 @@ class FirstBatch:
         if outputs is None:
             warn(_RANDOM, ApproximationWarning)
         else:
-            self.witness = Witness.of(rows, outputs, self.call, self._written)
+            beside = self._fitted is not None and len(y) > len(self._fitted)
+            is_alone = beside and self._fitted is not None and self._same(self._fitted, outputs)
+            self.witness = Witness.of(rows, outputs, self.call, self._written, is_alone=is_alone)
 
     def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor | None] | None:
         """The first data and the outputs there, or None if they are random.

@@ -176,8 +176,7 @@ class PosteriorPredictor(Predictor):
     ) -> LinearisedOutputs:
         """Outputs of the linearised network: all, or those of a choice; jointly all inputs, or those of a group."""
         posterior, graph = self.posterior, self.graph
-        self._warn_of_cut(x)
-        warn_of_default_noise(posterior)
+        self._look_at(x)
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
         return LinearisedOutputs(
@@ -190,8 +189,7 @@ class PosteriorPredictor(Predictor):
         from laplace.predictive.sampled import SampledOutputs, refuse_refined
 
         posterior, graph = self.posterior, self.graph
-        self._warn_of_cut(x)
-        warn_of_default_noise(posterior)
+        self._look_at(x)
         refuse_refined(posterior.refined_step, posterior.engine.problem)
         with torch.set_grad_enabled(graph):
             thetas = sampler(posterior)
@@ -212,8 +210,7 @@ class PosteriorPredictor(Predictor):
         from laplace.predictive.sampled import refuse_refined
 
         posterior, graph = self.posterior, self.graph
-        self._warn_of_cut(x)
-        warn_of_default_noise(posterior)
+        self._look_at(x)
         refuse_refined(posterior.refined_step, posterior.problem)
         with torch.set_grad_enabled(graph):
             variances = posterior.predictive_precision().diagonal_of_inverse()
@@ -223,10 +220,15 @@ class PosteriorPredictor(Predictor):
         )  # fmt: skip
         return self._of(source, options, draws)
 
-    def _warn_of_cut(self, x: Inputs) -> None:
-        """Warns where a graph leads to the inputs, and that of the prediction will not."""
-        if self.through_x or not torch.is_grad_enabled() or not isinstance(x, Collection):
+    def _look_at(self, x: Inputs) -> None:
+        """Warns of gradients that the prediction will not have, of data that are coupled, and of a noise left at 1."""
+        warn_of_default_noise(self.posterior)
+        if not isinstance(x, Collection):
             return  # what is no collection is refused where it is read
+        if self.posterior.data is not None:
+            self.posterior.data.watch.warn_of_coupling(self.posterior.model, x)
+        if self.through_x or not torch.is_grad_enabled():
+            return
         if any(tensor.requires_grad for tensor in batches.tensors(x)):
             warn(
                 "the inputs require a gradient, which the prediction does not have: enable_backprop is False. Set "
