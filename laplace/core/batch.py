@@ -1,11 +1,13 @@
-"""The only code that knows what a batch looks like: pairs, longer tuples and mappings.
+"""The only code that knows what a batch looks like: pairs, longer tuples, mappings and graphs.
 
-Inputs `x` are a tensor, a tuple of tensors (batches with more than two parts: all but the last) or a
-mapping (dict, `BatchEncoding`). Everything else in the library passes them along untouched.
+Inputs `x` are a tensor, a tuple of tensors (batches with more than two parts: all but the last), a mapping (dict,
+`BatchEncoding`), or many graphs in one object (PyTorch Geometric's `Batch`). Everything else in the library passes them
+along untouched.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey
 
 Inputs = Any
-"""A tensor, a tuple of tensors or a mapping of tensors."""
+"""A tensor, a tuple of tensors, a mapping of tensors, or a batch of graphs."""
 
 ForwardFn = Callable[[nn.Module, Inputs], Any]
 
@@ -43,6 +45,8 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
                 f"dict_key_y={dict_key_y!r}; pass the key of the targets as dict_key_y."
             )
         return batch, _targets(batch[dict_key_y])
+    if are_graphs(batch):
+        return batch, _targets(getattr(batch, dict_key_y, getattr(batch, "y", None)))
     if isinstance(batch, Sequence) and len(batch) >= 2:
         *inputs, y = batch
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), _targets(y)
@@ -50,6 +54,13 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
         f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
         "(x1, x2, …, y) or mappings; for one batch of your own give [(x, y)]."
     )
+
+
+def are_graphs(x: Any) -> bool:
+    """True of many graphs in one object, as PyTorch Geometric's loader gives them: its data are the graphs."""
+    if isinstance(x, Tensor | Mapping | tuple | list):
+        return False
+    return isinstance(getattr(x, "num_graphs", None), int) and callable(getattr(x, "to_data_list", None))
 
 
 def without_names(batch: Any) -> Any:
@@ -118,7 +129,7 @@ def inputs(batch: Any) -> Inputs:
         InvalidData: A batch of another form.
     """
     batch = without_names(batch)
-    if isinstance(batch, Tensor | Mapping):
+    if isinstance(batch, Tensor | Mapping) or are_graphs(batch):
         return batch
     if isinstance(batch, Sequence) and batch:
         parts = tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
@@ -144,7 +155,7 @@ def tensors(x: Inputs) -> list[Tensor]:
     """All tensors among the inputs."""
     if isinstance(x, Tensor):
         return [x]
-    values = x.values() if isinstance(x, Mapping) else x
+    values = x.values() if isinstance(x, Mapping) else x.to_dict().values() if are_graphs(x) else x
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -169,6 +180,8 @@ def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(x, Mapping):
         new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
         return new if isinstance(x, dict) else _rebuild(x, new)
+    if are_graphs(x):
+        return copy.copy(x).apply(function)
     if not isinstance(x, Sequence) or (not tensors(x) and _holds_plain_numbers(x)):
         raise InvalidData(
             f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
@@ -210,6 +223,8 @@ def size(x: Inputs, dict_key_x: str) -> int:
     """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
     if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
+    if are_graphs(x):
+        return int(x.num_graphs)
     first = next(iter(tensors(x)), None)
     if first is None or first.ndim == 0:
         raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
@@ -217,15 +232,25 @@ def size(x: Inputs, dict_key_x: str) -> int:
 
 
 def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
-    """Rows `index` of every tensor whose leading dimension is the batch size `n`."""
+    """Rows `index` of every tensor whose leading dimension is the batch size `n`; of n graphs these graphs."""
+    if are_graphs(x):
+        if x.num_graphs != n:
+            return x
+        whole = x.to_data_list()
+        kind: Any = next(base for base in type(x).__mro__ if "from_data_list" in vars(base))  # and none made of it
+        return kind.from_data_list([whole[i] for i in torch.arange(n)[_on_host(index)].tolist()])
     return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
+
+
+def _on_host(index: slice | Tensor) -> slice | Tensor:
+    return index if isinstance(index, slice) else index.cpu()
 
 
 def first(batch: Any, dict_key_y: str, number: int) -> Any:
     """The first data of a batch with targets, so many of them."""
     x, y = split(batch, dict_key_y)
     part = select(x, slice(0, number), len(y))
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) or are_graphs(batch):
         return part
     return (*(part if isinstance(part, tuple) else (part,)), y[:number])
 
@@ -258,7 +283,7 @@ class CallByName:
     dict_key_y: str = LABELS
 
     def __call__(self, model: nn.Module, x: Inputs) -> Any:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) or are_graphs(x):
             return model(x)
         if not isinstance(x, Mapping):
             return _together(model, x) if len(x) > 1 and _takes_one(model) else model(*x)
@@ -390,7 +415,7 @@ def part(output: Any, name: str) -> Any:
 
 def plain(x: Inputs) -> Any:
     """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) or are_graphs(x):
         return x
     return dict(x.items()) if isinstance(x, Mapping) else list(x)
 

@@ -216,11 +216,11 @@ class ModelWatch:
         Warns:
             ApproximationWarning: They do.
         """
-        witness, tensors = self.fingerprint.witness, batches.tensors(x)
+        witness = self.fingerprint.witness
         if self._was_asked or witness is None or witness.is_alone or not checks.numbers_are_known():
             return
-        n_data = len(tensors[0]) if tensors and tensors[0].ndim else 0
-        if n_data <= ROWS:
+        tensors = batches.tensors(x)
+        if not tensors or not tensors[0].ndim or (n_data := batches.size(x, "")) <= ROWS:
             return
         self._was_asked = True
         if witness.couples(model, x, n_data):

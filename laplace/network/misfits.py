@@ -221,6 +221,8 @@ def describe(x: Inputs) -> str:
     """Shapes and dtypes of inputs."""
     if isinstance(x, Tensor):
         return _shown(x)
+    if batches.are_graphs(x):
+        return f"a batch of {x.num_graphs} graphs"
     keys = batches.keys(x)
     return f"{len(x)} parts" if keys is None else f"a mapping with keys {keys}"
 

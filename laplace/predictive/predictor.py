@@ -93,6 +93,8 @@ def is_loader(x: Any) -> bool:
     """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
     if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or batches.keys(x) is not None:
         return False
+    if batches.are_graphs(x):
+        return False
     return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
 
 

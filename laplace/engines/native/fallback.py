@@ -67,6 +67,8 @@ def per_sample(
 def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], *, create_graph: bool) -> list[Tensor]:
     # Data and cotangents are two batches; vmap within vmap has wrong derivatives of some operations (PReLU, cdist).
     # So vmap takes the data forward, and autograd pulls the cotangents back.
+    if batches.are_graphs(x):
+        raise TypeError("graphs have other numbers of nodes")
     n_data = cotangents.shape[1]
     fixed = problem.detached()
     leaves = batches.tensors(x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from laplace.engines.native.calls import LayerCall, UseOfParameter
 from laplace.engines.native.capture import Capture
+from laplace.engines.native.function_calls import SpreadCall
 from laplace.engines.native.layers import RoutedRows, rule_for
 
 _AT_ONCE = 2**22
@@ -97,6 +98,8 @@ class Routing:
 
 def _n_rows(call: LayerCall) -> int:
     """Number of rows of a call: the positions of one datum, if there were one."""
+    if isinstance(call.by, SpreadCall):
+        return call.shape[0] if call.shape else 0
     if not isinstance(call.by, nn.Module):
         return call.by.positions(1)
     rule = rule_for(call.by)
