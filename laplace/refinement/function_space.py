@@ -16,7 +16,7 @@ from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
-from laplace.refinement.newton import minimise
+from laplace.core.newton import minimise
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
-from laplace.refinement.newton import solved
+from laplace.core.newton import solved
 from laplace.refinement.refiner import RefineOptions, Refiner
 from laplace.structures.gp.dual import Dual, moved_by, pulled
 from laplace.structures.gp.subset_of_data import Subset, SubsetPass

@@ -18,7 +18,7 @@ from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
-from laplace.refinement.newton import Minimum, minimise
+from laplace.core.newton import Minimum, minimise
 
 S = TypeVar("S", bound="Covariance")
 

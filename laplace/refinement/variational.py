@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from laplace.core.precision_policy import widened
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
-from laplace.refinement.newton import Minimum
+from laplace.core.newton import Minimum
 from laplace.refinement.refiner import Refiner, S
 from laplace.refinement.smoothing import Smoothing
 

@@ -8,7 +8,7 @@ data are seen through them: G = Σ_n φ_nᵀ Λ_n φ_n.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,11 @@ class NystromOptions:
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
+
+    def at_most(self, n_data: int) -> NystromOptions:
+        """The same for so many data: a subsample of more is all of them."""
+        size = min(self.subsample_size, n_data)
+        return replace(self, subsample_size=size, n_eigenvalues=min(self.n_eigenvalues, size))
 
 
 @dataclass(frozen=True)

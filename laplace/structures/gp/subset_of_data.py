@@ -56,6 +56,10 @@ class SubsetOptions:
         if self.prior_factor is not None and not 0 < self.prior_factor < math.inf:
             raise InvalidArgument(f"prior_factor={self.prior_factor}; it must be positive and finite, or None for N/M.")
 
+    def at_most(self, n_data: int) -> SubsetOptions:
+        """The same for so many data: a subset of more is all of them."""
+        return replace(self, n_subset=min(self.n_subset, n_data))
+
 
 @dataclass(frozen=True)
 class SubsetCurvature(Curvature):

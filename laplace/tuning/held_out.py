@@ -1,0 +1,413 @@
+"""Data that a posterior has not seen, out of those it was fitted to: for those who have no validation data.
+
+Over the weights of a head a posterior is fitted anew K times, its mean trained anew too, each time without one of K
+parts of the data (`refits_of_head`). The features stay: where they have not seen the labels, as those of a frozen
+backbone, what is scored is honest; elsewhere it is a forecast, whose differences have the right sign. Over other
+weights nothing is trained anew: of a part of the data the curvature knows nothing (`held_out_part`), but the network
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.hyperparameters import check_counts
+from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_ours
+from laplace.core.positions import rows_that_count, target_rows
+from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
+from laplace.core.random_numbers import check_generator
+from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
+from laplace.engines.engine import CurvatureEngine, same_count
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.network import next_token
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.spread import require_whole
+from laplace.posterior import learning
+from laplace.posterior.choices import Choices
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import refuse_sharded
+from laplace.tuning.head_refit import Head
+from laplace.weights.last_layer import LastLayer
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """A posterior, and data that it has not seen.
+
+    Attributes:
+        posterior: Fitted without the data.
+        loader: The data, batches `(x, y)` as the posterior's engine takes them.
+    """
+
+    posterior: Posterior
+    loader: list[tuple[Inputs, Tensor]]
+
+
+def refits_of_head(
+    posterior: Posterior,
+    train_loader: Iterable[Any],
+    *,
+    folds: int = 5,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> Iterator[HeldOut]:
+    """Posteriors over a head that was trained and fitted without one of K parts of the data, with that part.
+
+    The network runs once over the data, in this call; the refits follow as they are asked for. Classes are spread
+    evenly over the parts; a datum that is the only one of its class is in none.
+
+    Args:
+        posterior: Fitted; over the weights of a head, a linear layer whose outputs are the network's.
+        train_loader: The data of the fit.
+        folds: K.
+        generator: Random generator of the parts; None for one with the seed of `torch.manual_seed`, which leaves the
+            global random state alone.
+        progress_bar: Show a progress bar of the pass over the data.
+
+    Raises:
+        NotFittedError: Before a fit.
+        InvalidArgument: Fewer than two parts, or more than data.
+        InvalidData: Other data than those of the fit, or a batch that cannot be used.
+        UnsupportedError: Other weights than a head's, or a posterior that a fit alone does not lead to.
+    """
+    check_counts(2, folds=folds)
+    check_generator(generator)
+    return HeadData.read(posterior, train_loader, progress_bar=progress_bar).refits(folds, generator)
+
+
+def held_out_part(
+    posterior: Posterior,
+    train_loader: Iterable[Any],
+    *,
+    share: float = 0.2,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> HeldOut:
+    """The posterior at the same network, fitted without a random share of the data, with that share.
+
+    The loader is read once, and its data are held in memory, on their device. Classes have the same share of both
+    parts. The curvature is that of the data that remain, and is not scaled up to that of all.
+
+    Args:
+        posterior: Fitted, over any weights.
+        train_loader: The data of the fit.
+        share: Of the data that are held out, above 0 and below 1.
+        generator: As of `refits_of_head`.
+        progress_bar: Show a progress bar of the fit.
+
+    Raises:
+        NotFittedError: Before a fit.
+        InvalidArgument: A share that leaves no data on one side.
+        InvalidData: A batch that cannot be used.
+        UnsupportedError: A posterior that a fit alone does not lead to.
+    """
+    if not 0 < share < 1:
+        raise InvalidArgument(f"share={share}; a number above 0 and below 1 is accepted.")
+    check_generator(generator)
+    _require_of_fit(posterior)
+    data = _in_memory(posterior, train_loader)
+    targets = [y for _, y in data]
+    n_data = sum(len(y) for y in targets)
+    n_out = round(share * n_data)
+    if not 0 < n_out < n_data:
+        raise InvalidArgument(
+            f"share={share} of {n_data} data holds out {n_out}; give more data, or a share that leaves some on both "
+            "sides."
+        )
+    ranks = _ranks(torch.cat(targets) if all(y.ndim == 1 for y in targets) else None, n_data, generator)
+    is_out = (ranks + 1) * n_out // n_data > ranks * n_out // n_data  # n_out ranks, evenly spread
+    out: list[tuple[Inputs, Tensor]] = []
+    rest: list[tuple[Inputs, Tensor]] = []
+    for (x, y), marks in zip(data, is_out.split([len(y) for y in targets]), strict=True):
+        for part, chosen in ((out, marks), (rest, ~marks)):
+            index = chosen.nonzero().flatten().to(y.device)
+            if len(index):
+                part.append((batches.select(x, index, len(y)), y[index]))
+    start = replace(posterior, choices=_for_part(posterior.choices, n_data - n_out))
+    return HeldOut(learning.fitted_to(start, rest, progress_bar=progress_bar), out)
+
+
+# The data as a head sees them.
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Features of a head with what it makes of them; of outputs with positions, R are rows, data × positions.
+
+    Attributes:
+        features: φ, `[R, D]`, with a 1 for the bias.
+        f: The network's outputs, `[R, C]`.
+        y: Checked targets of the rows; those with ignored labels are left out.
+        datum: Number of the datum that a row is of, `[R]`.
+    """
+
+    features: Tensor
+    f: Tensor
+    y: Tensor
+    datum: Tensor
+
+    @classmethod
+    def of(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadRows:
+        """Those of a batch.
+
+        Args:
+            engine: Knows the network.
+            x: Inputs.
+            y: Targets.
+            start: Number of the first datum.
+
+        Raises:
+            UnsupportedError: The random weights are not those of a head.
+        """
+        parts = engine.head_jacobian(x)
+        if parts is None:
+            raise UnsupportedError(
+                "the random weights are not those of one linear layer whose outputs are the network's, so that nothing "
+                f"can be refitted on features; {_INSTEAD}."
+            )
+        jacobian, f = parts[0]
+        y = engine.checked(f, target_rows(y, f, jacobian.positions, engine.problem.channel_dim))
+        n_positions = 1
+        for size in jacobian.positions:
+            n_positions *= size
+        datum = start + torch.arange(len(f), device=f.device) // n_positions
+        rows = rows_that_count(y, jacobian.positions, engine.likelihood.ignore_index)
+        made = cls(jacobian.head_features().to(f), f, y, datum)
+        return made if rows is None else made.at(rows)
+
+    def at(self, rows: Tensor) -> HeadRows:
+        """Some of the rows, by their indices."""
+        return HeadRows(self.features[rows], self.f[rows], self.y[rows], self.datum[rows])
+
+    @classmethod
+    def joined(cls, parts: list[HeadRows]) -> HeadRows:
+        """Those of consecutive batches as one."""
+        columns = [[part.features, part.f, part.y, part.datum] for part in parts]
+        return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadData:
+    """A posterior over a head with the data of its fit, and the head refitted to parts of them.
+
+    Attributes:
+        posterior: Over the head's weights.
+        rows: The data.
+    """
+
+    posterior: Posterior
+    rows: HeadRows
+
+    @classmethod
+    def read(cls, posterior: Posterior, train_loader: Iterable[Any], *, progress_bar: bool = False) -> HeadData:
+        """Those of a loader, by one pass of the network.
+
+        Raises:
+            NotFittedError: Before a fit.
+            InvalidData: Other data than those of the fit, or a batch that cannot be used.
+            UnsupportedError: Other weights than a head's, or a posterior that a fit alone does not lead to.
+        """
+        _require_of_fit(posterior)
+        if posterior.overrides(*POSTERIOR, *PREDICTIONS) or not is_ours(posterior.choices.backend_cls):
+            raise UnsupportedError(f"refits of a head under methods, or a backend, of your own; {_INSTEAD}.")
+        shapes = [len(slot.shape) for slot in posterior.problem.slots]
+        if shapes[0] < 2 or shapes[1:] not in ([], [1]):
+            names = list(posterior.problem.layout.names)
+            raise UnsupportedError(
+                f"refits of a head take the weight of a linear layer, alone or before its bias, not {names}; "
+                f"{_INSTEAD}."
+            )
+        batches.require_loader(train_loader, "train_loader")
+        choices, problem = posterior.choices, posterior.problem
+        engine = _of_head(choices).engine(posterior.weights, problem, split_outputs=False)
+        parts: list[HeadRows] = []
+        n_data = 0
+        bar = DataBar("features of the head", train_loader, shown=progress_bar)
+        with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+            for number, batch in enumerate(train_loader):
+                with named(f"batch {number}"):
+                    data = next_token.counted(
+                        batch, choices.dict_key_y, problem.device, engine.target_rules, problem.module
+                    )
+                    if data is None:
+                        continue
+                    parts.append(HeadRows.of(engine, *data, n_data))
+                n_data += len(data[1])
+                bar.add(len(data[1]))
+        bar.close()
+        if not parts:
+            raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
+        rows, seen = HeadRows.joined(parts), posterior.map_fit.n_data
+        count = float(posterior.likelihood.count(rows.f, rows.y))
+        if not same_count(count, seen):
+            raise InvalidData(f"train_loader gave {count:g} data, the fit has seen {seen:g}; give the data of the fit.")
+        return cls(posterior, rows)
+
+    def refits(self, folds: int, generator: torch.Generator | None) -> Iterator[HeldOut]:
+        """Posteriors over refits without one of K parts, with that part.
+
+        Raises:
+            InvalidArgument: More parts than data.
+        """
+        fold = self._folds(folds, generator)
+        return (self._without(fold == k) for k in range(folds))
+
+    def _folds(self, folds: int, generator: torch.Generator | None) -> Tensor:
+        """Number of the part that a row is in, `[R]`; −1 of a class that has no other datum."""
+        datum, rows = self.rows.datum.unique(return_inverse=True)
+        if folds > len(datum):
+            raise InvalidArgument(
+                f"folds={folds} parts of {len(datum)} data; give at most as many parts as data, or {_INSTEAD[5:]}."
+            )
+        y = self.rows.y
+        labels = y if y.ndim == 1 and len(y) == len(datum) else None
+        fold = _ranks(labels, len(datum), generator).to(datum.device) % folds
+        if labels is not None:
+            _, which, counts = labels.unique(return_inverse=True, return_counts=True)
+            fold = fold.where(counts[which] > 1, -1)
+        return fold[rows]
+
+    def _without(self, is_out: Tensor) -> HeldOut:
+        """The posterior of the other rows, at the head refitted to them, with those that are held out, `[R]`."""
+        rest, out = (part.nonzero().flatten() for part in (~is_out, is_out))
+        layer = self._layer(self.head.refit(rest).to(self.rows.f))
+        choices = _for_part(_of_head(self.posterior.choices), len(rest))
+        choices = replace(choices, forward_fn=None, channel_dim=-1, loss=None)
+        start = Posterior(choices, LastLayer(layer, name=""), self.posterior.hypers.detached())
+        return HeldOut(learning.fitted_to(start, self._batches(rest)), self._batches(out))
+
+    def _layer(self, weight: Tensor) -> nn.Linear:
+        """The head as a network of its own; a bias that is not random stays what it was."""
+        width = weight.shape[1] - self._has_bias
+        bias = weight[:, width] if self._has_bias else self.head.offset.to(weight)
+        layer = nn.Linear(width, len(weight), device="meta")  # where no random numbers are drawn
+        layer.weight = nn.Parameter(weight[:, :width].contiguous())
+        layer.bias = nn.Parameter(bias.clone(), requires_grad=self._has_bias)
+        return layer
+
+    def _batches(self, rows: Tensor) -> list[tuple[Inputs, Tensor]]:
+        """Features and targets of some rows."""
+        data = self.rows
+        width = data.features.shape[1] - self._has_bias
+        return [(data.features[part, :width], data.y[part]) for part in rows.split(_ROWS)]
+
+    @cached_property
+    def head(self) -> Head:
+        """The head on these data, as the user trained it."""
+        features, n_outputs = widened(self.rows.features), self.rows.f.shape[1]
+        mean = widened(self.posterior.expansion_point)
+        split = mean.split([n_outputs * (features.shape[1] - self._has_bias), n_outputs * self._has_bias])
+        weight = torch.cat([part.view(n_outputs, -1) for part in split], 1)
+        offset = (widened(self.rows.f) - features @ weight.T).mean(0)  # of a bias that is not random, the same for all
+        return Head(self.posterior.likelihood, features, offset * (not self._has_bias), self.rows.y, weight)
+
+    @property
+    def _has_bias(self) -> bool:
+        """True if a bias is random, which is then the second tensor, after the weight."""
+        return len(self.posterior.problem.slots) > 1
+
+
+_ROWS = 2048
+"""Rows in a batch of a refit."""
+
+_NATIVE: dict[str, type[CurvatureInterface]] = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
+"""The library's own backend of a kind of curvature: of a head all of a kind compute the same."""
+
+
+def _of_head(choices: Choices) -> Choices:
+    """The same choices with the library's own backend, which knows heads."""
+    backend = _NATIVE[choices.backend_cls.kind]
+    given = {**choices.backend_kwargs, **choices.asdl_fisher_kwargs}
+    options = {name: value for name, value in given.items() if name in backend.engine_options}
+    return replace(choices, backend_cls=backend, backend_kwargs=options, asdl_fisher_kwargs={})
+
+
+# What both have in common.
+
+
+_INSTEAD = "give val_loader=, validation data"
+
+
+def _require_of_fit(posterior: Posterior) -> None:
+    """Refuses posteriors that another fit would not lead to.
+
+    Raises:
+        NotFittedError: Before a fit.
+        ModelChangedError: The network is not that of the fit.
+        UnsupportedError: It was refined, assigned or sharded, or the data have weights.
+    """
+    data = posterior.require_fitted()
+    posterior.check_unchanged()
+    refuse_sharded(posterior, "held-out data")
+    require_whole(posterior.model, "held-out data take fits of one process")
+    refused = {
+        "refine(...)": data.refinement is not None,
+        "assigned parts (H, mean, posterior_scale)": (
+            posterior.root is not None or data.assigned_mean is not None or data.source is not data.fit
+        ),
+        "weights of data (weight_fn=, dict_key_weight=)": data.fit.is_weighed,
+    }
+    cause = next((what for what, is_so in refused.items() if is_so), None)
+    if cause is not None:
+        raise UnsupportedError(f"held-out training data after {cause}, which fits of parts would lack; {_INSTEAD}.")
+
+
+def _for_part(choices: Choices, n_data: int) -> Choices:
+    """The same choices for a fit of a part of the data, which draws from a copy of the user's generator."""
+    from laplace.structures.gp.nystrom import NystromOptions
+    from laplace.structures.gp.subset_of_data import SubsetOptions
+
+    options, generator = choices.structure_options, choices.backend_kwargs.get("generator")
+    if isinstance(options, SubsetOptions | NystromOptions):
+        options = options.at_most(n_data)
+    given = choices.backend_kwargs
+    if isinstance(generator, torch.Generator):
+        draws = torch.Generator(generator.device)
+        draws.set_state(generator.get_state())
+        given = {**given, "generator": draws}
+    return replace(choices, structure_options=options, backend_kwargs=given)
+
+
+def _in_memory(posterior: Posterior, train_loader: Iterable[Any]) -> list[tuple[Inputs, Tensor]]:
+    """Inputs and targets of all batches, without ignored data.
+
+    Raises:
+        InvalidData: No data, or a batch of another form.
+    """
+    batches.require_loader(train_loader, "train_loader")
+    likelihood, data = posterior.likelihood, []
+    with same_random_state(posterior.model):
+        for number, batch in enumerate(train_loader):
+            with named(f"batch {number}"):
+                x, y = next_token.split(batch, posterior.choices.dict_key_y, posterior.model, likelihood)
+                counted = batches.without_ignored(x, y, likelihood.ignore_index)
+            if counted is not None:
+                data.append(counted)
+    if not data:
+        raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
+    return data
+
+
+def _ranks(labels: Tensor | None, n_data: int, generator: torch.Generator | None) -> Tensor:
+    """A random order of the data in which those of a class are side by side: the rank of every datum, `[N]`.
+
+    Args:
+        labels: Classes, `[N]`; None without any.
+        n_data: N.
+        generator: Source of randomness; None for one with the seed of `torch.manual_seed`.
+    """
+    generator = torch.Generator().manual_seed(torch.initial_seed()) if generator is None else generator
+    order = torch.randperm(n_data, generator=generator, device=generator.device).cpu()
+    if labels is not None:
+        order = order[labels.cpu()[order].argsort(stable=True)]
+    return torch.empty_like(order).scatter_(0, order, torch.arange(n_data))
