@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from laplace.core.newton import Minimum, minimise
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.engines.engine import same_count
@@ -18,7 +19,6 @@ from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
-from laplace.core.newton import Minimum, minimise
 
 S = TypeVar("S", bound="Covariance")
 

@@ -22,8 +22,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.likelihoods.base import Likelihood
 from laplace.core.newton import minimise
+from laplace.likelihoods.base import Likelihood
 
 _TOLERANCE = 1e-6
 """Distance from the minimum at which a refit ends, in units of the curvature there: the square of it are nats."""
