@@ -61,6 +61,7 @@ def minimise(
     *,
     tolerance: float,
     max_steps: int,
+    residual: float = 1e-2,
     progress_bar: bool = False,
 ) -> Minimum:
     """Newton's method with a line search; every step is solved to a residual that shrinks with the distance.
@@ -71,6 +72,7 @@ def minimise(
         precondition: An approximate inverse of the Hessian, symmetric and positive definite.
         tolerance: Largest `Minimum.distance` that counts as converged.
         max_steps: Newton steps.
+        residual: Largest one, relative to the gradient, to which a step is solved.
         progress_bar: Show a progress bar.
     """
     at, values = start, [function.value(start)]
@@ -80,7 +82,7 @@ def minimise(
         for _ in range(max_steps):
             if distance <= tolerance:
                 break
-            relative = min(1e-2, max(0.1 * tolerance, distance))
+            relative = min(residual, max(0.1 * tolerance, distance))
             direction = solved(function.hessian_at(at), -gradient, precondition, relative)
             slope = float(gradient @ direction)
             step = backtracked(partial(_stepped, function, at, direction), values[-1], slope)

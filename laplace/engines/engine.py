@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.inference import kept_for_later
 from laplace.core.output_choice import OutputChoice
+from laplace.engines.head_memory import HeadMemory
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -183,6 +184,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
         show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
         judge: Called, where targets are checked, with them and the outputs `[B, C]`.
+        seen: Features of a head, as fits saw them, by engines that have them.
+        keeps: Whether the batches that are summed are to be kept there: those of the first reading of a fit.
     """
 
     kind: str = "ggn"
@@ -193,6 +196,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     inspect: Callable[[BatchProfile], None] | None = None
     show: Callable[[Tensor], None] | None = None
     judge: Callable[[Tensor, Tensor], None] | None = None
+    keeps: bool = False
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         if likelihood.weighs_targets:
@@ -201,6 +205,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.likelihood = likelihood
         self.options = options
         self.split_outputs = options.split_outputs
+        self.seen = HeadMemory()
         self._seen = False
 
     @property

@@ -25,11 +25,6 @@ from torch import Tensor
 from laplace.core.newton import minimise
 from laplace.likelihoods.base import Likelihood
 
-_TOLERANCE = 1e-6
-"""Distance from the minimum at which a refit ends, in units of the curvature there: the square of it are nats."""
-
-_MAX_STEPS = 100
-
 _FLOOR = 1e-6
 """The smallest λ, as a share of the features' mean square sum: it makes the minimum unique where nothing else does."""
 
@@ -67,11 +62,14 @@ class Head:
         floor = _FLOOR * float(self.features.square().sum()) / self.features.shape[1]
         return max(-float((gradient * self.weight).sum()) / square, floor) if square else floor
 
-    def refit(self, rows: Tensor) -> Tensor:
+    def refit(self, rows: Tensor, *, tolerance: float = 1e-6, max_steps: int = 100, residual: float = 1e-2) -> Tensor:
         """W of some rows, `[C, D]`.
 
         Args:
             rows: Their indices.
+            tolerance: Distance from the minimum at which it ends, in units of the curvature there: the square are nats.
+            max_steps: Newton steps.
+            residual: To which each of them is solved, relative to the gradient.
         """
         data = self._at(rows)
         # With fewer rows than features nothing but W* says anything of the other directions, in which W is zero.
@@ -85,7 +83,7 @@ class Head:
 
         function = _Penalised(self.likelihood, data.features @ basis, data.offset, data.y, self.ridge)
         start = (self.weight @ basis).flatten()
-        end = minimise(function, start, precondition, tolerance=_TOLERANCE, max_steps=_MAX_STEPS)
+        end = minimise(function, start, precondition, tolerance=tolerance, max_steps=max_steps, residual=residual)
         return end.at.view_as(diagonal) @ basis.T
 
     def _at(self, rows: Tensor) -> Head:

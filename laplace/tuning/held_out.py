@@ -124,7 +124,7 @@ def held_out_part(
             f"share={share} of {n_data} data holds out {n_out}; give more data, or a share that leaves some on both "
             "sides."
         )
-    ranks = _ranks(torch.cat(targets) if all(y.ndim == 1 for y in targets) else None, n_data, generator)
+    ranks = ranks_of_data(torch.cat(targets) if all(y.ndim == 1 for y in targets) else None, n_data, generator)
     is_out = (ranks + 1) * n_out // n_data > ranks * n_out // n_data  # n_out ranks, evenly spread
     out: list[tuple[Inputs, Tensor]] = []
     rest: list[tuple[Inputs, Tensor]] = []
@@ -271,7 +271,7 @@ class HeadData:
             )
         y = self.rows.y
         labels = y if y.ndim == 1 and len(y) == len(datum) else None
-        fold = _ranks(labels, len(datum), generator).to(datum.device) % folds
+        fold = ranks_of_data(labels, len(datum), generator).to(datum.device) % folds
         if labels is not None:
             _, which, counts = labels.unique(return_inverse=True, return_counts=True)
             fold = fold.where(counts[which] > 1, -1)
@@ -398,7 +398,7 @@ def _in_memory(posterior: Posterior, train_loader: Iterable[Any]) -> list[tuple[
     return data
 
 
-def _ranks(labels: Tensor | None, n_data: int, generator: torch.Generator | None) -> Tensor:
+def ranks_of_data(labels: Tensor | None, n_data: int, generator: torch.Generator | None) -> Tensor:
     """A random order of the data in which those of a class are side by side: the rank of every datum, `[N]`.
 
     Args:

@@ -215,8 +215,14 @@ class Tunable(ABC):
         Raises:
             InvalidArgument: Unknown method or structure; no validation data; no value with a finite loss; or several
                 prior precisions for a mixture of different networks. The prior precision is not changed then.
+
+        Warns:
+            CalibrationWarning: The evidence chose a posterior over a last layer that is forecast to predict worse than
+                the network: call `la.calibrate`. It is looked for on features that `fit` kept (up to 64 MiB, of outputs
+                without positions); of other weights, structures by products alone (`"lowrank"`, `"matrix_free"`) and
+                loaded posteriors nothing is forecast, and no warning does not mean that all is well.
         """
-        from laplace.tuning import choose, fixed_point, optimise
+        from laplace.tuning import choose, fixed_point, forecast, optimise
 
         choose.check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
@@ -243,9 +249,11 @@ class Tunable(ABC):
             else:
                 raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch', 'CV' and 'em'.")
         choose.report(result)
-        self._take_over(posteriors.assigned(prior_precision=result.prior_precision))
+        self._take_over(tuned := posteriors.assigned(prior_precision=result.prior_precision))
         if verbose:
             print(f"Optimized prior precision is {result.prior_precision}.")  # noqa: T201
+        if method in (TuningMethod.MARGLIK, TuningMethod.EM):
+            forecast.warn_if_worse(tuned)
 
     @checked
     def optimize_hyperparameters(
@@ -310,8 +318,9 @@ class Tunable(ABC):
         Warns:
             TuningWarning: The objective is flat, or not finite somewhere; the best value is on an edge of the grid; or
                 the search did not converge.
+            CalibrationWarning: As of `optimize_prior_precision`, after a search of the evidence.
         """
-        from laplace.tuning import choose, optimise
+        from laplace.tuning import choose, forecast, optimise
         from laplace.tuning.grid import make_axes
 
         structure = None if prior_structure is None else str(prior_structure)
@@ -341,7 +350,9 @@ class Tunable(ABC):
                 else:
                     result = choose.by_gradient(posteriors, coordinates, loss, climb)
         choose.report(result)
-        self._take_over(posteriors.assigned(**result.values_of()))
+        self._take_over(tuned := posteriors.assigned(**result.values_of()))
+        if combined is not None:
+            forecast.warn_if_worse(tuned)
         return result
 
 

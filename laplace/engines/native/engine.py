@@ -317,7 +317,15 @@ class NativeEngine(CurvatureEngine):
             inspect(self._outline(batch))
         if show is not None:
             show(batch.capture.f)
+        if self.keeps and self.problem.head is not None:
+            self._keep(batch, targets)
         return batch, targets
+
+    def _keep(self, batch: ForwardPass, targets: Observed) -> None:
+        """Keeps the features of a head without positions, whose one call they are the inputs of."""
+        calls = batch.capture.calls
+        if len(calls) == 1 and batch.capture.heads and calls[0].x.ndim == batch.f.ndim == 2:
+            self.seen.add(calls[0].x, batch.f, targets.y)
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
         """Checked targets of outputs f, `[B·T, C]`, of which rows count as often as their datum.
