@@ -50,7 +50,7 @@ class HeadMemory:
         self._versions += [tensor._version for tensor in tensors]
 
     def batches(self) -> Sequence[SeenBatch]:
-        """The batches that were kept; none if a tensor was written to since, as a user may do with inputs of a loader."""
+        """The batches that were kept; none if a tensor was written to since, as users may do with those of a loader."""
         tensors = (tensor for batch in self._batches for tensor in (batch.features, batch.f, batch.y))
         is_same = all(tensor._version == then for tensor, then in zip(tensors, self._versions, strict=True))
         return self._batches if is_same else ()

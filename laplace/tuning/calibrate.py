@@ -11,8 +11,9 @@ standard errors: few data, or a small gain, choose the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,11 @@ from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.mixing import mixed
 from laplace.tuning.candidates import MixedCandidates
 from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.held_out import HeldOut, held_out_part, refits_of_head
 from laplace.tuning.predictive import Predictive
 from laplace.tuning.scores import Prediction, find_score
 from laplace.tuning.validation import Targets, Validation
+from laplace.weights.last_layer import LastLayer
 
 FEW = 20
 """Number of held-out data below which a calibration is announced as doubtful."""
@@ -73,6 +76,30 @@ class Piece:
 
     group: PosteriorGroup
     data: Validation
+
+
+def pieces_of(
+    posterior: Posterior, train_loader: Iterable[Any], folds: int, generator: torch.Generator | None, progress_bar: bool
+) -> tuple[list[Piece], str, str]:
+    """Pieces out of the training data, words for them, and why they are only a forecast.
+
+    Of a last layer, or a network that is one linear layer, they are refits of the head; of other weights a fifth of the
+    data.
+    """
+    try:
+        refits = refits_of_head(posterior, train_loader, folds=folds, generator=generator, progress_bar=progress_bar)
+    except UnsupportedError:
+        if isinstance(posterior.weights, LastLayer):
+            raise
+        part = held_out_part(posterior, train_loader, generator=generator, progress_bar=progress_bar)
+        held_out = "data held out of the fit"
+        return [_piece(part)], held_out, "the network was trained on these data, which it predicts better than others"
+    held_out = f"training data, each by one of {folds} refits of the head without it"
+    return [_piece(one) for one in refits], held_out, "where the features were trained on these labels (not if frozen)"
+
+
+def _piece(one: HeldOut) -> Piece:
+    return Piece(PosteriorGroup((one.posterior,)), Validation(one.loader))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Forecast of whether a posterior predicts worse than the network, from features of the head that the fit kept.
 
-A part of the data is held out, the head is trained anew without it, and on it the posterior, with the covariance that it
-has, is compared with the network. That takes no pass of the network and no fit. Where the features have seen the labels,
+A part of the data is held out, the head is trained anew without it, and on it the posterior, with the covariance it
+has, is compared with the network. That takes no pass of the network and no fit. Where features have seen the labels,
 as in a network that was trained as a whole, they make both look better than they are on new data: small differences say
 nothing then, and no warning is no proof.
 """

@@ -26,7 +26,7 @@ from laplace.enums import (
     TuningMethod,
     TuningMethodName,
 )
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.default_noise import warn_of_default_noise
 from laplace.posterior.posterior import Posterior
@@ -116,7 +116,7 @@ class Tunable(ABC):
             n_samples: Number of Monte-Carlo samples with `"mc"`.
             keep_noise: Leave `la.sigma_noise` as it is (regression).
             folds: K, the number of refits of a head without validation data.
-            generator: Random generator of folds, held-out parts and samples; None for seed 0.
+            generator: Random generator of folds, held-out parts and samples; None for those of fixed seeds.
             progress_bar: Show a progress bar.
 
         Returns:
@@ -148,13 +148,21 @@ class Tunable(ABC):
         with group.same_random_states():
             if val_loader is not None:
                 val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
-                pieces = [search.Piece(group, Validation(val_loader, progress_bar=progress_bar))]
-                chosen = search.calibrate(group, pieces, grid, "validation data")
-            else:
+                data = Validation(val_loader, progress_bar=progress_bar, refuse_training_data=True)
+                chosen = search.calibrate(group, [search.Piece(group, data)], grid, "validation data")
+            elif train_loader is None:
                 raise InvalidArgument(
                     "calibrate needs held-out data: give val_loader=, labelled data that training has not seen; or "
                     "train_loader=, of which a part is held out."
                 )
+            elif len(group.posteriors) > 1:
+                raise UnsupportedError(
+                    "calibrate of a mixture by train_loader, of which every network would have to forget a part; give "
+                    "val_loader=, validation data."
+                )
+            else:
+                pieces, held_out, why = search.pieces_of(group.first, train_loader, folds, generator, progress_bar)
+                chosen = search.calibrate(group, pieces, grid, held_out, why)
         self._take_over(tuple(posterior.calibrated(chosen) for posterior in group.posteriors))
         calibration = self.calibration
         return chosen if calibration is None else calibration

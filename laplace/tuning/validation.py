@@ -39,6 +39,7 @@ class Validation:
         ood_weight: λ of equation 12 of Daxberger et al. (2021).
         progress_bar: Show a progress bar for each pass over the data.
         processes: Those whose loaders have the other shards of the data; None where all data are here.
+        refuse_training_data: Whether data of the fit are an error, and not a warning.
 
     Raises:
         InvalidArgument: A weight that is negative or not finite.
@@ -49,6 +50,7 @@ class Validation:
     ood_weight: float = 1.0
     progress_bar: bool = False
     processes: Processes | None = None
+    refuse_training_data: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ood_weight < math.inf:
@@ -64,7 +66,7 @@ class Validation:
             label: Name of the progress bar.
 
         Raises:
-            InvalidData: There are none, and no other processes that may have some.
+            InvalidData: There are none, and no other processes that may have some; or they are refused data of the fit.
 
         Warns:
             DataWarning: They are data of the fit.
@@ -83,6 +85,11 @@ class Validation:
                 bar.add(len(data[1]))
         bar.close()
         if posterior.data is not None and posterior.data.content is not None:
+            if self.refuse_training_data and posterior.data.content.holds(content.content):
+                raise InvalidData(
+                    "the validation data are data of the fit, at which the network is surer than elsewhere; give data "
+                    "that training has not seen, or train_loader= in their place, of which a part is held out."
+                )
             warn_of_training_data(posterior.data.content, content.content)
         if empty and self.processes is None:
             raise InvalidData("the validation loader gave no data, or all are ignored; nothing was changed.")

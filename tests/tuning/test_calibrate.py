@@ -437,7 +437,7 @@ def test_a_fit_after_it_is_that_of_the_former_hyper_parameters() -> None:
         la.fit(held_out(), override=False)
     other.fit(held_out(), override=False)
     assert torch.equal(la(grid.data()[0]), other(grid.data()[0]))
-    la.calibrate(held_out(n=2))
+    la.calibrate(held_out(n=5))
 
 
 # Mixtures.
@@ -475,9 +475,9 @@ def test_a_mixture_s_table() -> None:
     models = [grid.network("regression").double(), copy.deepcopy(grid.network("regression")).double()]
     with torch.no_grad():
         models[1][3].weight.mul_(0.2)
-    data = held_out("regression", dtype=torch.float64)
+    data = held_out("regression", n=7, dtype=torch.float64)[12:]
     mixture = MixtureLaplace([Laplace(model, "regression") for model in models], weights=(0.3, 0.7))
-    mixture.fit(data)
+    mixture.fit(held_out("regression", n=5, dtype=torch.float64))
     calibration = mixture.calibrate(data)
     table = calibration.table
     calibration.undo()
@@ -618,3 +618,55 @@ def test_online_training_goes_on() -> None:
     with pytest.warns(CalibrationWarning, match="drops"):
         online.step(0)
     assert online.la.temperature == 1
+
+
+# Without validation data.
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_without_validation_data_a_head_is_refitted(likelihood: str) -> None:
+    """The table is the mean over all data, each scored by the posterior that has not seen it."""
+    from laplace.tuning.held_out import refits_of_head
+
+    la = double(grid.make("last_layer", "kron", likelihood))
+    data = held_out(likelihood, n=4, dtype=torch.float64)
+    la.fit(data)
+    generator = torch.Generator().manual_seed(1)
+    calibration = la.calibrate(train_loader=data, generator=generator, folds=4, keep_noise=True)
+    assert calibration.n_data == 48
+    assert "4 refits" in repr(calibration)
+    assert calibration.approximate
+    la.calibration.undo()
+    values = []
+    for one in refits_of_head(la.snapshot(), data, folds=4, generator=torch.Generator().manual_seed(1)):
+        for scale in (0.0, 0.1):
+            other = copy.deepcopy(la)
+            other.set_posterior(one.posterior)
+            forced(other, scale, 10.0 if scale else 1.0)
+            values.append(scored(other, one.loader))
+    gaps = torch.cat(values[1::2]) - torch.cat(values[::2])
+    near(calibration.table["differences"][2, 6, 0], gaps.mean(), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("all", "kron"), ("subnetwork", "full"), ("all", "gp")])
+def test_of_other_weights_a_part_is_held_out(weights: str, structure: str) -> None:
+    options: dict[str, Any] = {"n_subset": 20} if structure == "gp" else {}
+    la = grid.make(weights, structure, **options)
+    data = held_out(n=10)
+    la.fit(data)
+    calibration = la.calibrate(train_loader=data)
+    assert calibration.n_data == 24
+    assert "the network was trained on these data" in repr(calibration)
+    assert la.fitted().n_data == 120
+
+
+def test_loaders_that_do_not_serve() -> None:
+    la = grid.fitted("last_layer", "kron")
+    unchanged(la, lambda: la.calibrate(grid.batches()), InvalidData, "data of the fit")
+    unchanged(la, lambda: la.calibrate(train_loader=grid.batches(), folds=13), InvalidArgument, "folds=13")
+    unchanged(la, lambda: la.calibrate(train_loader=grid.batches(), folds=1), InvalidArgument, "folds")
+    unchanged(la, lambda: la.calibrate(train_loader=held_out()), InvalidData, "the fit has seen")
+    mixture = MixtureLaplace([Laplace(grid.network(), "classification") for _ in range(2)])
+    mixture.fit(grid.batches())
+    with pytest.raises(UnsupportedError, match="mixture"):
+        mixture.calibrate(train_loader=grid.batches())
