@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ def size(x: Inputs, dict_key_x: str) -> int:
     if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
     if are_graphs(x):
-        return int(x.num_graphs)
+        return int(cast("Any", x).num_graphs)
     first = next(iter(tensors(x)), None)
     if first is None or first.ndim == 0:
         raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
