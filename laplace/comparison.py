@@ -40,6 +40,9 @@ LEVELS = (50, 90)
 _AT_ONCE = 2**16
 """Counts of rows that are read at once, half a MiB: what follows from them stays in a cache."""
 
+_FEWEST = 20
+"""Data below which a standard error is too uncertain itself for a verdict."""
+
 _ROUNDING = 1e-5
 """Difference of two scores, relative to them or to 1, that may be rounding of float32."""
 
@@ -100,7 +103,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: which of the two has the lower NLL, if the difference is more than two standard errors."""
+        """One sentence: which of the two has the lower NLL, by more than two standard errors, on 20 data or more."""
         row, data = self.rows["nll"], f"{self.n_data:,} data" if self.n_data != 1 else "one datum"
         if not math.isfinite(row.difference):
             return f"no verdict: the NLL is {_number(row.network)} and {_number(row.posterior)} on {data}"
@@ -108,11 +111,13 @@ class Comparison:
             return f"no difference: the NLL is the same on {data}"
         if not math.isfinite(row.standard_error):
             return f"no verdict: a difference on {data} has no standard error"
-        size = _with_error(abs(row.difference), row.standard_error)
+        better = self._called(row.difference < 0)
+        size = f"is lower by {_with_error(abs(row.difference), row.standard_error)} on {data}"
         if abs(row.difference) <= 2 * row.standard_error:
-            lower = self._called(row.difference < 0)
-            return f"no difference beyond two standard errors: the NLL of {lower} is lower by {size} on {data}"
-        return f"use {self._called(row.difference < 0)}: its NLL is lower by {size} on {data}"
+            return f"no difference beyond two standard errors: the NLL of {better} {size}"
+        if self.n_data < _FEWEST:
+            return f"too few data for a verdict: the NLL of {better} {size}"
+        return f"use {better}: its NLL {size}"
 
     def _called(self, second: bool) -> str:
         name = self.names[second]

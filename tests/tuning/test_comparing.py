@@ -520,6 +520,10 @@ def table(difference: float, error: float, n_data: int = 300) -> Comparison:
             table(-0.01, 0.02, 12),
             "no difference beyond two standard errors: the NLL of the posterior is lower by 0.010 ± 0.020 on 12 data",
         ),
+        (
+            table(-0.1234, 0.0123, 19),
+            "too few data for a verdict: the NLL of the posterior is lower by 0.123 ± 0.012 on 19 data",
+        ),
         (table(1e-7, 1e-9), "no difference: the NLL is the same on 300 data"),
         (table(0.1, 0.0), "use the network: its NLL is lower by 0.1 ± 0 on 300 data"),
         (table(0.1, math.nan, 1), "no verdict: a difference on one datum has no standard error"),
