@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.errors import InvalidData, InvalidType
+from laplace.errors import InvalidData, InvalidType, StateError
 from laplace.network.model_guard import gradients_set_aside
 
 
@@ -174,6 +174,52 @@ def same_configuration(first: object, second: object) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return False
     return bool(first == second)
+
+
+def _individual_reward_inputs(inputs: Inputs, dict_key_x: str) -> Inputs:
+    """Items `[2·B, …]` of pairs `[B, 2, …]`, one pair after the other; what has one row for a pair is repeated.
+
+    Raises:
+        InvalidData: The inputs are no pairs.
+    """
+    x = inputs if isinstance(inputs, Tensor) else batches.tensors(inputs)[0]
+    if isinstance(inputs, Mapping) and isinstance(inputs.get(dict_key_x), Tensor):
+        x = inputs[dict_key_x]
+    if x.ndim < 2 or x.shape[1] != 2:
+        raise InvalidData(f"inputs of shape {list(x.shape)} are no pairs; give [B, 2, …], two items for every datum.")
+
+    def items(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 or len(tensor) != len(x):
+            return tensor
+        return tensor.flatten(0, 1) if tensor.shape[1:2] == (2,) else tensor.repeat_interleave(2, 0)
+
+    return batches.transform(inputs, items)
+
+
+def _model_fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Copies of a network's parameters and buffers, its trainable parameters, and its modules."""
+    return {
+        "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()},
+        "active_parameters": [
+            (name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad
+        ],
+        "module_structure": [
+            (name, type(module).__module__, type(module).__qualname__, module.extra_repr())
+            for name, module in model.named_modules()
+        ],
+    }
+
+
+def _check_model_fingerprint(model: nn.Module, fingerprint: Mapping[str, Any]) -> None:
+    """Refuses another network than that of a fingerprint.
+
+    Raises:
+        StateError: Parameters, buffers, trainable parameters or modules differ.
+    """
+    now = _model_fingerprint(model)
+    differ = [part for part in now if part not in fingerprint or not same_configuration(now[part], fingerprint[part])]
+    if differ:
+        raise StateError(f"the network is not that of the fingerprint, whose {' and '.join(differ)} differ.")
 
 
 def preserve_model_gradients(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:

@@ -20,6 +20,7 @@ class _Posterior(Protocol):
     sigma_noise: Tensor
     temperature: Tensor
     prior_precision: Tensor
+    asdl_fisher_kwargs: dict[str, Any]
 
     posterior_scale: Tensor
 
@@ -94,6 +95,11 @@ class LegacyMembers:
     def _H_factor(self: _Posterior) -> Tensor:
         """1/(σ²T): what the curvature of a GGN is multiplied with in the precision."""
         return 1 / (self.sigma_noise.square() * self.temperature)
+
+    @property
+    def _asdl_fisher_kwargs(self: _Posterior) -> dict[str, Any]:
+        """Keyword arguments of ASDL: `{}` without any, so that they can be passed on to every backend."""
+        return dict(self.asdl_fisher_kwargs)
 
     @property
     def _device(self: _Posterior) -> torch.device:

@@ -98,6 +98,9 @@ TABLE: dict[str, Mapping[str, str]] = {
 }
 
 ALSO: dict[str, Mapping[str, str]] = {
+    "laplace.utils.functional_utils": at(
+        "laplace.compat.functional_utils", "_individual_reward_inputs _model_fingerprint _check_model_fingerprint"
+    ),
     "laplace.laplace": {
         **at("laplace.compat.helpers", "_all_subclasses"),
         **at("laplace.hierarchy", "BaseLaplace"),

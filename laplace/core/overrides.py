@@ -50,6 +50,7 @@ HOOKS: dict[str, str] = {
     "_dtype": "call la.to(dtype=...)",
     "_backend_cls": "pass backend=, or assign backend_cls before fit",
     "_backend_kwargs": "pass backend_kwargs=",
+    "_asdl_fisher_kwargs": "pass asdl_fisher_kwargs=",
     "_jacobians": _BACKEND,
     "_kernel_batch": _KERNELS,
     "_kernel_star": _KERNELS,

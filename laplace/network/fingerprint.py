@@ -154,7 +154,8 @@ class Fingerprint:
             return ModelChangedError(
                 "the network's weights or buffers changed after fit (a call in training mode writes the running "
                 "statistics of BatchNorm), so its predictions do not belong to this posterior any more; call fit "
-                "again, or load the weights and buffers at which it was fitted."
+                "again, or load the weights and buffers at which it was fitted. Samples of a last layer "
+                "belong into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own layer."
             )
         return None
 
