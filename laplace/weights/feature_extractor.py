@@ -20,9 +20,9 @@ class FeatureExtractor(nn.Module):
     """Wraps a network, which it neither copies nor writes to: a hook lives for the length of one call.
 
     `la.model` of a last-layer posterior is one, around the network that was given, which is its `model`. There
-    `last_layer` is a copy of the head, made when it is first read: samples of the posterior that are loaded into it
-    reach `la.model(x)` and `forward_with_features`, and neither the network nor the posterior. A constructor that is
-    given `la.model` takes the network.
+    `last_layer` is a copy of the head: samples of the posterior that are loaded into it reach `la.model(x)` and
+    `forward_with_features`, and neither the network nor the posterior. Gradients of these calls lead to the copy and to
+    the network. A constructor that is given `la.model` takes the network.
 
     Args:
         model: The network.
@@ -129,10 +129,10 @@ class FeatureExtractor(nn.Module):
 
     def _run(self, network: nn.Module, x: Inputs, name: str) -> Tensor:
         """Output of the network, whose last layer runs with the tensors of the one that stands for it."""
-        tensors = self._head.substitutes(self._own_layer(name))
+        inner, prefix = unwrap(network), f"module.{name}." if name else "module."
+        tensors = self._head.substitutes(self._own_layer(name), alone=inner is network)
         if not tensors:
             return Caller(network, self._forward_fn)(x)
-        inner, prefix = unwrap(network), f"module.{name}." if name else "module."
         substitutes = {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
         with model_lock(inner), hooks_fire(inner):
             return functional_call(Caller(inner, self._forward_fn), substitutes, (x,), tie_weights=False)

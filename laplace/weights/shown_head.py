@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.network.fingerprint import checksums, same_sums
+from laplace.network.spread import is_spread
 from laplace.weights.discovery import find_last_layer
 from laplace.weights.heads import random_head
 
@@ -33,8 +35,13 @@ class ShownHead(ABC):
         """The module that stands for the network's layer."""
 
     @abstractmethod
-    def substitutes(self, layer: nn.Module) -> Mapping[str, Tensor]:
-        """Tensors to run the network's layer with in place of its own, by their names in it."""
+    def substitutes(self, layer: nn.Module, *, alone: bool) -> Mapping[str, Tensor]:
+        """Tensors to run the network's layer with in place of its own, by their names in it.
+
+        Args:
+            layer: The layer.
+            alone: Whether the network is inside of no other module, which its passes would leave out.
+        """
 
 
 class OwnHead(ShownHead):
@@ -46,15 +53,17 @@ class OwnHead(ShownHead):
     def shown(self, layer: nn.Module) -> nn.Module:
         return layer
 
-    def substitutes(self, layer: nn.Module) -> Mapping[str, Tensor]:
+    def substitutes(self, layer: nn.Module, *, alone: bool) -> Mapping[str, Tensor]:
         return {}
 
 
 class CopiedHead(ShownHead):
     """A copy of the layer that a last-layer posterior makes random, for users to load samples into.
 
-    It is made when it is first asked for, and then runs in the layer's place. It is made anew once the network's layer
-    has other numbers, or another device or dtype, than when it was copied: after training, for one.
+    It has memory of its own from the moment when it is first asked for, and runs in the layer's place. It is made anew
+    once the network's layer has other numbers, or another device or dtype, than when it was copied: after training, for
+    one. Before, passes that record a graph run with its parameters, too, which still share the layer's memory, so that
+    gradients lead to them whatever was first, the pass or the question. They lead to the network's own tensors as well.
     """
 
     copies = True
@@ -67,25 +76,57 @@ class CopiedHead(ShownHead):
         return random_head(model, x, forward_fn)
 
     def shown(self, layer: nn.Module) -> nn.Module:
-        current = self._current(layer)
-        if current is None:
+        current = self._written(layer)
+        if current is not None:
+            return current
+        if self._copied is None and self._copy is not None and _share_memory(self._copy, layer):
+            current = self._copy
+            for parameter in current.parameters():  # to which a user may write from here on
+                parameter.data = parameter.data.clone()
+        else:
             current = self._copy = copy.deepcopy(layer)
-            self._copied = _places(layer), checksums(layer)
+        self._copied = _places(layer), checksums(layer)
         return current
 
-    def substitutes(self, layer: nn.Module) -> Mapping[str, Tensor]:
-        current = self._current(layer)
+    def substitutes(self, layer: nn.Module, *, alone: bool) -> Mapping[str, Tensor]:
+        own = dict(layer.named_parameters())
+        graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own.values())
+        current = self._written(layer)
         if current is None:
-            return {}
+            plain = all(isinstance(tensor, nn.Parameter) for tensor in own.values())  # and not a user's functional_call
+            if not graph or not alone or not plain or is_spread(layer):
+                return {}
+            if self._copied is not None or self._copy is None or not _share_memory(self._copy, layer):
+                self._copy, self._copied = _sharing(layer), None
+            current = self._copy
         # Samples may have another dtype than a network in half precision.
-        return {name: tensor.to(layer.get_parameter(name)) for name, tensor in current.named_parameters()}
+        tensors = {name: tensor.to(own[name]) for name, tensor in current.named_parameters()}
+        if not graph:
+            return tensors
+        return {name: tensor + (own[name] - own[name].detach()) for name, tensor in tensors.items()}
 
-    def _current(self, layer: nn.Module) -> nn.Module | None:
-        """The copy, if there is one, and it is of the layer as it is now."""
+    def _written(self, layer: nn.Module) -> nn.Module | None:
+        """The copy that was shown, if it is of the layer as it is now."""
         if self._copy is None or self._copied is None:
             return None
         places, sums = self._copied
         return self._copy if places == _places(layer) and same_sums(sums, checksums(layer)) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without parameters that share the layer's memory: in copies and pickles they would no more."""
+        return {"_copy": None if self._copied is None else self._copy, "_copied": self._copied}
+
+
+def _sharing(layer: nn.Module) -> nn.Module:
+    """A layer with parameters of its own, which share their memory with those of the given one."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in layer.parameters()}
+    return copy.deepcopy(layer, shared)
+
+
+def _share_memory(one: nn.Module, other: nn.Module) -> bool:
+    """True if the parameters of two layers are the same memory, read alike."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape for a, b in pairs)
 
 
 def _places(layer: nn.Module) -> list[Any]:

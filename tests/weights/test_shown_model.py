@@ -39,6 +39,11 @@ def sampled(la: FullLLLaplace, seed: int = 1) -> Tensor:
     return theta
 
 
+def expected_gradients(model: nn.Module) -> list[Tensor]:
+    """Of the sum of squared outputs, by the network's parameters."""
+    return list(torch.autograd.grad(model(X.double()).square().sum(), list(model.parameters())))
+
+
 def with_head(model: nn.Sequential, theta: Tensor, x: Tensor) -> Tensor:
     """Outputs of a copy of the network with these weights in its last layer."""
     other = copy.deepcopy(model)
@@ -69,9 +74,66 @@ def test_gradients_lead_to_the_copy() -> None:
     la = fitted(network())
     head = la.model.last_layer
     la.model(X.double()).square().sum().backward()
-    assert head.weight.grad is not None
-    assert la.model.model[2].weight.grad is None
-    assert la.model.model[0].weight.grad is not None
+    assert_close(head.weight.grad, expected_gradients(la.model.model)[2], "exact")
+    for p, expected in zip(la.model.parameters(), expected_gradients(la.model.model), strict=True):
+        assert_close(p.grad, expected, "exact")
+    la.model.zero_grad(set_to_none=True)
+    theta = sampled(la)
+    other = copy.deepcopy(la.model.model)
+    vector_to_parameters(theta, other[-1].parameters())
+    head.zero_grad(set_to_none=True)
+    la.model(X.double()).square().sum().backward()
+    assert_close(head.weight.grad, expected_gradients(other)[2], "exact")
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_gradients_of_a_pass_lead_to_a_head_that_is_read_afterwards(features: bool) -> None:
+    """As in an explanation of a prediction: the pass comes first, then the question for what."""
+    model = network()
+    la, before = fitted(model), copy.deepcopy(model.state_dict())
+    f = la.model.forward_with_features(X.double())[0] if features else la.model(X.double())
+    head = la.model.last_layer
+    wanted = [*head.parameters(), *la.model.parameters()]
+    found = torch.autograd.grad(f.square().sum(), wanted)
+    expected = expected_gradients(model)
+    for g, e in zip(found, [*expected[2:], *expected], strict=True):
+        assert_close(g, e, "exact")
+    assert la.model.last_layer is head
+    theta = sampled(la)
+    assert_close(la.model(X.double()), with_head(model, theta, X.double()), "exact")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_memory_is_shared_until_the_head_is_read() -> None:
+    model = network()
+    la = fitted(model)
+    with torch.no_grad():
+        la.model(X.double())
+    assert la.model._head._copy is None
+    la.model(X.double())
+    shared = la.model._head._copy
+    assert shared.weight is not model[2].weight and shared.weight.data_ptr() == model[2].weight.data_ptr()
+    with torch.no_grad():  # of what is trained on, nothing is outdated
+        model[2].weight.mul_(2)
+    assert_close(la.model(X.double()), model(X.double()), "exact")
+    assert la.model._head._copy is shared
+    model.float()
+    assert_close(la.model(X), model(X), "exact")
+    assert la.model._head._copy is not shared
+    head = la.model.last_layer
+    assert head.weight.data_ptr() != model[2].weight.data_ptr()
+    head.weight.data.zero_()
+    assert model[2].weight.abs().min() > 0
+
+
+def test_functional_calls_of_users_reach_the_network() -> None:
+    la, x = fitted(network()), X.double()
+    expected = expected_gradients(la.model.model)
+    la.model(x)
+    given = {name: p.detach() for name, p in la.model.named_parameters()}
+    found = torch.func.grad(lambda p: torch.func.functional_call(la.model, p, (x,)).square().sum())(given)
+    for g, e in zip(found.values(), expected, strict=True):
+        assert_close(g, e, "algebra")
 
 
 def test_parameters_and_states_are_those_of_the_network() -> None:
