@@ -14,12 +14,14 @@ from torch import nn
 
 from laplace.base import BaseLaplace
 from laplace.core import files
+from laplace.core.hyperparameters import check_flag
 from laplace.core.overrides import assigned_functions
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.posterior.choices import Choices
+from laplace.structures.base import Curvature
 
 _IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
 """Arguments whose present values are in the state."""
@@ -97,7 +99,12 @@ class Saved(ABC):
     def _recipe(self) -> dict[str, Any]:
         """Class and arguments by which the object is made again, as a file holds them."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    @property
+    @abstractmethod
+    def _structures(self) -> list[type[Curvature]]:
+        """The structures whose curvature the state holds."""
+
+    def save(self, path: str | os.PathLike[str], *, inputs: bool = True) -> None:
         """Saves the posterior to a safetensors file, without the network; `laplace.load(path, model)` reads it.
 
         The file has the class, its arguments and the state, and no pickled code. It is replaced atomically: after an
@@ -106,13 +113,23 @@ class Saved(ABC):
 
         Args:
             path: The file.
+            inputs: Whether the file may hold inputs of training data, as the networks or their layers see them. Those
+                of `"matrix_free"`, Gaussian processes on a subset and `VaLLA` do, others hold sums over the data.
 
         Raises:
             NotFittedError: Before `fit`.
             UnsupportedError: The class is not registered, the posterior is sharded, or one of its methods or its loss
-                was assigned; the message says what to do.
+                was assigned; or the state holds inputs, and `inputs=False`. The message says what to do.
             MissingDependency: safetensors is not installed.
         """
+        check_flag("inputs", inputs, "Give False to refuse a file that holds inputs of training data.")
+        names = [structure.name for structure in self._structures if structure.holds_inputs]
+        if names and not inputs:
+            raise UnsupportedError(
+                f"la.save with inputs=False of hessian_structure={names[0]!r}, whose state holds inputs of training "
+                "data: use 'kron', 'diag', 'full' or another structure that sums over the data, or accept them by "
+                "inputs=True."
+            )
         files.write(path, {"recipe": self._recipe, "state": self.state_dict()})
 
 

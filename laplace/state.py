@@ -61,6 +61,10 @@ class Kept(Saved, BaseLaplace):
     def _recipe(self) -> dict[str, Any]:
         return Recipe.of(self).plain()
 
+    @property
+    def _structures(self) -> list[type[Curvature]]:
+        return [self.structure]
+
     def to(self: K, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> K:
         """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""
         self.set_posterior(moved_with_model(self, device, dtype))
@@ -75,7 +79,7 @@ def save(la: BaseLaplace) -> dict[str, Any]:
 
     Nothing of the training data is among them where curvature is summed over the data. A Gaussian process on a subset
     keeps what its layers see of that subset (of a first layer the inputs themselves), a variational posterior also the
-    inputs that are its locations; `repr` says so.
+    inputs that are its locations, `matrix_free` the inputs of all data; `repr` says so.
     """
     return save_with(la, la.snapshot().map_fit.curvature.state())
 

@@ -34,6 +34,20 @@ from laplace.weights import WEIGHTS, AllWeights
 from tests import grid
 from tests.test_state import assert_same, other_weights
 
+SEEN = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+"""Inputs of which every number is told from any other that a state may hold."""
+
+
+def holds_inputs(state: Any) -> bool:
+    """True if some number of the inputs is in a state."""
+    if isinstance(state, Tensor):
+        numbers = state.double().reshape(-1, 1) if state.is_floating_point() else torch.empty(0, 1)
+        return bool((numbers == SEEN.reshape(1, -1)).any())
+    if isinstance(state, dict):
+        return any(map(holds_inputs, state.values()))
+    return isinstance(state, list | tuple) and any(map(holds_inputs, state))
+
+
 EVERY = list(product(WEIGHTS, STRUCTURES, LIKELIHOODS))
 OVER_FUNCTIONS = {
     "sod": {"n_subset": 7, "selection": "top"},
@@ -585,3 +599,47 @@ def test_the_metadata_says_what_the_file_is(path: Path) -> None:
     assert (metadata["format"], metadata["laplace_format"]) == ("pt", files.VERSION)
     assert recipe["cell"][:2] == ["all", "kron"] and recipe["arguments"]["damping"] is True
     assert {"state.mean", "state.prior_precision"} < names
+
+
+# Inputs of training data.
+
+
+def _with_inputs() -> list[Any]:
+    every: list[Any] = [pytest.param("all", name, {}, id=name) for name in STRUCTURES if name != "gp"]
+    every += [
+        pytest.param("all", "gp", {"functional_approximation": name, **options}, id=name)
+        for name, options in OVER_FUNCTIONS.items()
+    ]
+    return every
+
+
+@pytest.mark.parametrize(("weights", "structure", "options"), _with_inputs())
+def test_files_without_inputs(weights: str, structure: str, options: dict[str, Any], path: Path) -> None:
+    """Whichever states hold numbers of the training inputs are refused, and no others are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    la: Any = Laplace(model, "classification", weights, structure, **options)
+    # Inducing points that are moved by no step are data.
+    la.fit([(SEEN, torch.arange(9) % 3)], **({"iterations": 0} if isinstance(la, VaLLA) else {}))
+    assert type(la).structure.holds_inputs == holds_inputs(la.state_dict())
+    if not holds_inputs(la.state_dict()):
+        la.save(path, inputs=False)
+        assert torch.equal(laplace.load(path, model)(SEEN), la(SEEN))
+        return
+    with pytest.raises(UnsupportedError, match="holds inputs of training data"):
+        la.save(path, inputs=False)
+    assert not path.exists()
+    la.save(path)
+
+
+def test_files_of_mixtures_without_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts: list[Any] = []
+    for structure in ("kron", "matrix_free"):
+        parts.append(Laplace(nn.Linear(3, 3).double(), "classification", "all", structure))
+        parts[-1].fit([(SEEN, torch.arange(9) % 3)])
+    MixtureLaplace(parts[:1]).save(tmp_path / "one.safetensors", inputs=False)
+    with pytest.raises(UnsupportedError, match="matrix_free"):
+        MixtureLaplace(parts).save(tmp_path / "two.safetensors", inputs=False)
+    with pytest.raises(InvalidType, match="inputs must be True or False"):
+        parts[0].save(tmp_path / "one.safetensors", inputs="no")

@@ -98,6 +98,7 @@ class VariationalCurvature(Curvature):
     options = VariationalOptions
     n_passes = 2
     weighed = False
+    holds_inputs = True
 
     @property
     def n_terms(self) -> int:

@@ -242,6 +242,10 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
     def _recipe(self) -> dict[str, Any]:
         return state.recipe(self.components)
 
+    @property
+    def _structures(self) -> list[type[Curvature]]:
+        return [la.structure for la in self.components]
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MixtureLaplace:
         """Moves all components and their models to a device or dtype, in place, as `nn.Module.to`; returns itself."""
         for la in self.components:

@@ -169,6 +169,7 @@ class Curvature(ABC):
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
+        holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Curvature(ABC):
     separation: Separation[Any] | None = None
     is_wide: bool = False
     asks_network: bool = False
+    holds_inputs: bool = False
 
     # Before data are read.
 

@@ -100,6 +100,7 @@ class MatrixFreeCurvature(Curvature):
     name = "matrix_free"
     options = MatrixFreeOptions
     asks_network = True
+    holds_inputs = True
     needs_columns = True
 
     @property

@@ -83,6 +83,7 @@ class SubsetCurvature(Curvature):
     weighs_data = False
     is_variational = True
     refined_by_kernels = True
+    holds_inputs = True
     options = SubsetOptions
 
     @property
