@@ -88,7 +88,8 @@ def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     problem, f = watched.problem, watched.capture.f
     probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
     stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
-    gradients = _gradients(f, stand_ins, probe)
+    with watched.capture.backward(1, len(stand_ins)):
+        gradients = _gradients(f, stand_ins, probe)
     features = _features(watched)
     sources: list[tuple[nn.Module, Inputs]] = []
     if features is not None and problem.head is not None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
 from laplace.network.model_guard import modules_of
+from laplace.network.recomputation import computable_again
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase,)
@@ -104,9 +105,10 @@ class BackwardPasses:
     def gradients(self, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Those of one cotangent of every output, of its shape; in the dtype of the outputs."""
         self._cotangents[:] = [u.to(dtype) for u, dtype in zip(cotangents, self._dtypes, strict=True)]
-        return torch.autograd.grad(
-            self._start, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
-        )
+        with computable_again():
+            return torch.autograd.grad(
+                self._start, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
+            )
 
     def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
         """Those of K cotangents `[K, *shape of the output]` at once."""

@@ -39,6 +39,11 @@ class FunctionCall(ABC):
         return None
 
     @property
+    def weight_alone(self) -> Tensor | None:
+        """The tensor that was computed from the parameter alone before it meets the data here; mostly None."""
+        return None
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """A key that calls share for which one rule holds: the function, and which tensor is which argument."""
         return self.name, tuple(self.roles.items())
@@ -64,12 +69,24 @@ class LayerCall:
         x: The first input.
         edge: Where the output's gradient is found.
         shape: The output's shape.
+        fed: Nodes of the data that went in, which the call only reads.
+        is_known: True if what runs between the two is PyTorch's, or that of the class that has the rule: not a method
+            or a hook of the user's besides.
+        nodes: Nodes of the graph that give its results: that of the output, or of all products that it stands for.
     """
 
     by: nn.Module | FunctionCall
     x: Tensor
     edge: GradientEdge
     shape: torch.Size
+    fed: tuple[Any, ...] = ()
+    is_known: bool = True
+    nodes: tuple[Any, ...] = ()
+
+    @property
+    def weight_alone(self) -> Tensor | None:
+        """That of the function's call."""
+        return None if isinstance(self.by, nn.Module) else self.by.weight_alone
 
     @property
     def kind(self) -> object:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge
+from torch.nn.modules.module import _global_forward_hooks
 
 from laplace.core.batch import Inputs
 from laplace.core.processes import Processes
 from laplace.engines.native.autograd import differentiable, pull
 from laplace.engines.native.calls import FunctionCall, LayerCall
-from laplace.engines.native.layers import rule_for
+from laplace.engines.native.graph import Graph
+from laplace.engines.native.layers import class_with_rule, rule_for
 from laplace.engines.native.observer import Observer
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.network.model_guard import hooks_fire
+from laplace.network.model_guard import hooks_fire, preserve_model
+from laplace.network.recomputation import COMPUTED_AGAIN
 from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem
 
@@ -63,6 +66,8 @@ class Capture:
         reduced: True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
         positions: The dimensions between that of the data and that of the channels, whose product is T.
         processes: Those that the network is spread over, which make every backward pass together.
+        as_it_was: Of a network that checkpoints activations, a block in which it is as it was in this pass: its parts
+            run once more in every backward pass.
     """
 
     f: Tensor
@@ -73,9 +78,12 @@ class Capture:
     reduced: bool = False
     positions: tuple[int, ...] = ()
     processes: Processes | None = None
+    as_it_was: Callable[[], AbstractContextManager[object]] | None = None
 
     def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
         """A block of backward passes, which of a spread network are of all processes or of none."""
+        if self.as_it_was is not None:
+            return self.as_it_was()
         if self.processes is None:
             return nullcontext()
         self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
@@ -95,6 +103,11 @@ class Capture:
     def rows(self) -> Tensor:
         """Outputs `[B·T, C]`, data major."""
         return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Autograd's graph of this pass."""
+        return Graph(self.f, shows_data=self.as_it_was is None)
 
     @cached_property
     def heads(self) -> frozenset[int]:
@@ -143,6 +156,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
 
     Random parameters are replaced by detached stand-ins that require gradients, whatever the user's
     `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns. A network
+    that checkpoints activations is put into the state of this pass for every backward pass. One
     that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
     again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
 
@@ -157,6 +171,21 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
         InvalidArgument: Features are to be reduced, and there are positions behind them.
         UnsupportedError: A spread network whose gradients are to be differentiated again, or that leaves a tensor out.
     """
+    if problem.processes is not None:
+        return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+    try:
+        with disable_saved_tensors_hooks(COMPUTED_AGAIN):
+            return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+    except RuntimeError as error:
+        if COMPUTED_AGAIN not in str(error):
+            raise
+    return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed, keeps=False)
+
+
+def _recorded(
+    problem: Problem, x: Inputs, *, loop: bool, create_graph: bool, observed: bool, keeps: bool = True
+) -> Capture:
+    """The same of a network of which it is known whether it keeps its activations."""
     if create_graph:
         require_whole_of(problem)
     calls: list[LayerCall] = []
@@ -167,7 +196,8 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
     if processes is not None:
         processes.in_step("a forward pass")
-    observer = Observer(parameters, keep_graph=create_graph) if observed else None
+    # What runs once more in a backward pass would not be watched there, and be other functions.
+    observer = Observer(parameters, keep_graph=create_graph) if observed and keeps else None
     starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
         nullcontext() if processes is None else processes.passing(),
@@ -192,8 +222,20 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     return Capture(
         f=f, calls=(*calls, *(observer.calls if observer else ())), stand_ins=parameters, loop=loop,
         create_graph=create_graph, reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]),
-        processes=processes,
+        processes=processes, as_it_was=None if keeps else partial(_as_in, problem, stand_ins, create_graph),
     )  # fmt: skip
+
+
+@contextmanager
+def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -> Iterator[None]:
+    """A block in which the network is as it is in a pass that is recorded, hooks apart."""
+    with (
+        preserve_model(problem.module),
+        problem.holding(stand_ins),
+        hooks_fire(problem.module) if create_graph else nullcontext(),
+        differentiable(problem.module, twice=create_graph),
+    ):
+        yield
 
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
@@ -262,8 +304,10 @@ def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool
     def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
             x = args[0] if keep_graph else args[0].detach()
-            calls.append(LayerCall(module, x, get_gradient_edge(output), output.shape))
+            fed, edge = tuple(arg.grad_fn for arg in args if isinstance(arg, Tensor)), get_gradient_edge(output)
+            calls.append(LayerCall(module, x, edge, output.shape, fed, module in known, (edge.node,)))
 
+    known = {module for module in modules if _is_known(module)}
     handles = [module.register_forward_hook(remember) for module in modules]
     if keep_graph:
         handles += [module.register_forward_pre_hook(_with_contiguous_gradient) for module in modules]
@@ -272,6 +316,14 @@ def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True if a module runs what the class runs that its rule is of, and nothing besides."""
+    base = class_with_rule(type(module))
+    if base is None or module._forward_hooks or _global_forward_hooks:
+        return False
+    return getattr(module.forward, "__func__", None) is base.forward  # which an object may replace
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -17,10 +17,11 @@ from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.capture import Capture, record, require_whole_of
+from laplace.engines.native.graph import Explained
 from laplace.engines.native.known_plans import proven_plan
 from laplace.engines.native.linear_maps import DenseMap, GraphMap, HeadMap
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan, make_plan, require_explained, unused_still
+from laplace.engines.native.plan import Plan, holds, make_plan, require_explained
 from laplace.engines.native.products import Linearised
 from laplace.engines.native.profiling import timed_profile
 from laplace.engines.native.routing import Routing
@@ -31,6 +32,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.observed import Observed
 from laplace.network.model_guard import preserve_model
+from laplace.network.recomputation import GRADIENTS_LATER
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64
@@ -75,7 +77,7 @@ class NativeEngine(CurvatureEngine):
         self.max_passes = options.max_passes
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
-        self._observed = False
+        self._observed = self._unwatchable = False
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
         self._unreached: set[str] = set()
@@ -208,15 +210,18 @@ class NativeEngine(CurvatureEngine):
 
         Raises:
             InvalidData: A batch of no data.
+            UnsupportedError: Gradients are to be kept of a network that checkpoints its activations.
         """
         with torch.inference_mode(False), preserve_model(self.problem.module):
             x = x if create_graph else detached(x)
             capture = self._capture(x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
+            if create_graph and capture.as_it_was is not None:
+                raise UnsupportedError(GRADIENTS_LATER)
             plan, widest = self._agreed(self._known(capture, x), capture)
             if plan is None:
-                if not self._observed:
+                if not self._observed and not self._unwatchable:
                     plan = self._prove(capture, x, ladder=False)
                     capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
                 if plan is None:
@@ -244,14 +249,14 @@ class NativeEngine(CurvatureEngine):
     def _known(self, capture: Capture, x: Inputs) -> Plan | None:
         """The plan that was proven for batches of this form, if it still holds."""
         plan = self._plans.get(self._form(capture, x))
-        return plan if plan is not None and unused_still(plan, self.problem, capture) else None
+        return plan if plan is not None and holds(plan, self.problem, capture) else None
 
     def _watched(self, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
         """The pass once more with PyTorch's functions watched, where modules do not explain every tensor.
 
         From then on every pass is watched, if that found a use at all.
         """
-        if self.problem.reduction is not None:
+        if self.problem.reduction is not None or capture.as_it_was is not None:
             return capture
         require_explained(self.problem)
         try:
@@ -262,6 +267,7 @@ class NativeEngine(CurvatureEngine):
                 raise
             return capture
         if not again.watched:
+            self._unwatchable = True
             return capture
         self._observed, self._loop = True, loop
         return again
@@ -289,6 +295,8 @@ class NativeEngine(CurvatureEngine):
         if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
             return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         plan = proven_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+        if plan is not None and not holds(plan, self.problem, capture, Explained.HERE):
+            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         routing = Routing(capture)
         return plan and tuple(replace(rule, uses=routing.rerouted(rule.uses)) for rule in plan)
 

@@ -12,11 +12,13 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import vmap
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
+from laplace.network.recomputation import COMPUTED_AGAIN
 from laplace.weights.problem import Problem
 
 
@@ -80,7 +82,8 @@ def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], 
         datum = batches.transform(x, lambda _: next(rows))
         return problem.run(fixed | dict(zip(names, weights, strict=True)), datum)[0].flatten()
 
-    f = vmap(one, in_dims=(0, *dims))(copies, *leaves)
+    with disable_saved_tensors_hooks(COMPUTED_AGAIN):  # which would be without vmap
+        f = vmap(one, in_dims=(0, *dims))(copies, *leaves)
     gradients = pull(f, copies, cotangents, loop=False, create_graph=create_graph)
     zeros = (copy.new_zeros(()).expand(len(cotangents), *copy.shape) for copy in copies)
     return [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
@@ -93,9 +96,10 @@ def _looped(
     rows: list[list[Tensor]] = []
     for b in range(n_data):
         stand_ins = problem.stand_ins()
-        f = problem.run(stand_ins, batches.select(x, slice(b, b + 1), n_data)).flatten(1)
         wanted = [stand_ins[name] for name in names]
-        gradients = pull(f, wanted, cotangents[:, b : b + 1], loop=loop, create_graph=create_graph)
+        with problem.holding(stand_ins):  # also while activations that were not kept are computed once more
+            f = problem.outputs(batches.select(x, slice(b, b + 1), n_data)).flatten(1)
+            gradients = pull(f, wanted, cotangents[:, b : b + 1], loop=loop, create_graph=create_graph)
         zeros = [w.new_zeros(len(cotangents), *w.shape) for w in wanted]
         rows.append([z if g is None else g for g, z in zip(gradients, zeros, strict=True)])
     return [torch.stack(blocks, 1) for blocks in zip(*rows, strict=True)]

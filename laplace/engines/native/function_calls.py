@@ -170,6 +170,10 @@ class SpreadCall(FunctionCall):
     def instead_of(self) -> FunctionCall | None:
         return self.operand.table
 
+    @property
+    def weight_alone(self) -> Tensor | None:
+        return None if self.operand.value is self.operand.root else self.operand.value
+
     def positions(self, n_data: int) -> int:
         return evenly(self.shape.numel(), n_data) if self.shape else 0
 

@@ -21,7 +21,7 @@ from laplace.core.batch import Inputs
 from laplace.engines.native.calls import FunctionCall
 from laplace.engines.native.capture import Capture
 from laplace.engines.native.layers import rule_for
-from laplace.engines.native.plan import Plan, make_plan
+from laplace.engines.native.plan import Plan, holds, make_plan
 from laplace.network.fingerprint import Held
 from laplace.weights.problem import Problem
 
@@ -71,7 +71,7 @@ def proven_plan(
     plan = proofs.plans.get((False, record))
     if plan is None and repeated:  # what is proven of any data is, but not the other way round
         plan = proofs.plans.get((True, record))
-    if plan is None:
+    if plan is None or not holds(plan, problem, capture):
         plan = make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
         if plan is not None and all(rule.proven for rule in plan):
             proofs.add((repeated, record), plan)
@@ -89,6 +89,8 @@ def _known(problem: Problem) -> _Known:
 
 def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hashable | None:
     """All that a proof depends on, whatever the number of data; None where that cannot be told."""
+    if capture.as_it_was is not None:  # a look at the graph would compute activations once more
+        return None
     if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
         return None
     try:

@@ -31,6 +31,17 @@ _PRODUCTS = ("mul", "mul_")
 _EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
 
 
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among arguments, and in tuples and lists of them, as indices are."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            tensors += _tensors(value)
+    return tensors
+
+
 class Observer(TorchFunctionMode):
     """Records uses of random parameters by the function that is called, whichever module calls it.
 
@@ -91,12 +102,22 @@ class Observer(TorchFunctionMode):
             *first, x, weight = (given[argument] for argument in _ARGUMENTS[name])
             self._product(f"torch.{name}", x, weight, first[0] if first else None, result, stored_by_input=True)
 
-    def recur(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
+    def recur(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor]
+    ) -> None:
         """A product that is repeated step by step, from all its inputs `[B, T, I]` and zeros added to its outputs."""
-        self._product("recurrence", x, weight, bias, offsets)
+        self._product("recurrence", x, weight, bias, offsets, steps=[product.grad_fn for product in products])
 
     def _product(
-        self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, *, stored_by_input: bool = False
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        z: Tensor,
+        *,
+        stored_by_input: bool = False,
+        steps: Sequence[Any] = (),
     ) -> None:
         roles: dict[str, str] = {}
         rows: dict[str, tuple[int, int]] = {}
@@ -120,7 +141,7 @@ class Observer(TorchFunctionMode):
         else:  # parts of different sizes share no output side
             together = [{tensor: role} for tensor, role in roles.items()]
         for some in together:
-            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z)
+            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z, [x], steps)
 
     def _convolution(
         self,
@@ -145,7 +166,7 @@ class Observer(TorchFunctionMode):
         else:
             sides = tuple((p, p) for p in _per_dimension(padding, kernel))
         inputs = input if self.keep_graph else input.detach()
-        self._record(ConvolutionCall(name, roles, inputs, kernel, steps, sides, apart, groups), inputs, z)
+        self._record(ConvolutionCall(name, roles, inputs, kernel, steps, sides, apart, groups), inputs, z, [input])
 
     def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
         """The random parameter that this one is a view of, its first row there, and whether it is transposed."""
@@ -167,7 +188,7 @@ class Observer(TorchFunctionMode):
         padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
         name = self.names[id(weight)]
         call = TableCall("F.embedding", {name: "weight"}, index, len(weight), padding)
-        self._record(call, index, result)
+        self._record(call, index, result, [])
         self._operands[id(result)] = Operand(result, result, name, call)
 
     # What has no data dimension, until it meets the data.
@@ -176,8 +197,7 @@ class Observer(TorchFunctionMode):
         known = [self._operands[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._operands]
         if not known:
             return
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         if name in _EXPANSIONS and self._expansion(known[0], tensors[0], result):
             return
         if len(tensors) == 1:
@@ -192,7 +212,7 @@ class Observer(TorchFunctionMode):
         """O repeated along a first dimension that it does not have: that of the data, if the probe agrees."""
         repeated = operand.value is value and isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
         if repeated:
-            self._spread("expanded", operand, result, None, 1.0)
+            self._spread("expanded", operand, result, [], 1.0)
         return repeated
 
     def _meeting(self, name: str, left: Tensor, right: Tensor, result: Tensor) -> None:
@@ -201,18 +221,28 @@ class Observer(TorchFunctionMode):
             if operand is None or value is result:
                 continue
             if name in _SUMS:
-                self._spread("sum with all data", operand, result, None, sign)
+                self._spread("sum with all data", operand, result, [other], sign)
             elif name in _PRODUCTS:
-                self._spread("scale", operand, result, other if self.keep_graph else other.detach(), 1.0)
+                factor = other if self.keep_graph else other.detach()
+                self._spread("scale", operand, result, [other], 1.0, factor)
 
-    def _spread(self, name: str, operand: Operand, result: Tensor, factor: Tensor | None, sign: float) -> None:
+    def _spread(
+        self,
+        name: str,
+        operand: Operand,
+        result: Tensor,
+        data: list[Tensor],
+        sign: float,
+        factor: Tensor | None = None,
+    ) -> None:
         call = SpreadCall(name, {operand.name: "operand"}, operand, result.shape, factor, sign, self.keep_graph)
         leading = result.shape[:1]
-        self._record(call, torch.empty((*leading, 0), device=result.device), result)
+        self._record(call, torch.empty((*leading, 0), device=result.device), result, data)
 
-    def _record(self, call: FunctionCall, x: Tensor, z: Tensor) -> None:
+    def _record(self, call: FunctionCall, x: Tensor, z: Tensor, data: list[Tensor], steps: Sequence[Any] = ()) -> None:
         if z.requires_grad:
-            self.calls.append(LayerCall(call, x, get_gradient_edge(z), z.shape))
+            fed, edge = tuple(tensor.grad_fn for tensor in data), get_gradient_edge(z)
+            self.calls.append(LayerCall(call, x, edge, z.shape, fed, nodes=tuple(steps) or (edge.node,)))
 
 
 def _per_dimension(setting: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from laplace.engines.native.autograd import pull
 from laplace.engines.native.calls import FunctionCall, LayerCall, UseOfParameter, block_of
 from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
+from laplace.engines.native.graph import Explained, Graph
 from laplace.engines.native.layers import BatchAxis, RoutedRows, rule_for
 from laplace.engines.native.proof import Probe, close, probe
 from laplace.engines.native.routing import Routing
@@ -93,7 +93,8 @@ def make_plan(
         CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
     """
     proof = probe(problem, capture, x, n_data)
-    all_owners, permutes = owners(problem), _permutes(capture.f)
+    all_owners, permutes = owners(problem), _permutes(capture.graph)
+    least = Explained.HERE if ladder or problem.processes is not None else Explained.ALWAYS
     plan: list[JacobianRule] = []
     routing = Routing(capture)
     for i, truth in enumerate(proof.truths):
@@ -103,18 +104,33 @@ def make_plan(
         expected = problem.slots[i].take(truth.to_dense())
         tensor_owners = [owner for owner in all_owners if owner.slot == i]
         families = list(_families(capture, tensor_owners, problem.slots[i].name, n_data))
-        for candidates in _candidates(families, routing):
+        for certainty, candidates in _by_certainty(problem, i, families, capture, routing, least):
             passed = _passed(problem, i, candidates, capture, proof, expected)
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
-                proven = unique and not permutes and _anchored(passed[0], capture, n_data)
-                plan.append(replace(passed[0], proven=proven))
+                lasting = unique and not permutes and _anchored(passed[0], capture, n_data)
+                plan.append(replace(passed[0], proven=lasting and certainty is Explained.ALWAYS))
                 break
         else:
             if not ladder:
                 return None
             plan.append(_prove_fallback(problem, i, x, capture, proof))
     return _with_rows(problem, tuple(plan), capture, proof)
+
+
+def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) -> Explained:
+    """The amount of a tensor's derivative that a rule explains, whatever the data: a fallback does all of it."""
+    if rule.fallback is not None:
+        return Explained.ALWAYS
+    tensor = capture.stand_ins[problem.slots[slot].name]
+    if not rule.uses:
+        return Explained.NOT if capture.graph.reaches(tensor) else Explained.ALWAYS
+    return capture.graph.explained(tensor, [capture.calls[use.call] for use in rule.uses])
+
+
+def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Explained.ALWAYS) -> bool:
+    """True if every rule of a plan explains its tensor in another pass too, in which the same calls were recorded."""
+    return all(explains(problem, i, rule, capture) >= least for i, rule in enumerate(plan))
 
 
 def require_explained(problem: Problem) -> None:
@@ -210,6 +226,23 @@ def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterat
             yield _by_rows(roles, routing.by_datum([role.call for role in roles]))
 
 
+def _by_certainty(
+    problem: Problem,
+    slot: int,
+    families: Sequence[Sequence[_Role]],
+    capture: Capture,
+    routing: Routing,
+    least: Explained,
+) -> Iterator[tuple[Explained, list[JacobianRule]]]:
+    """Candidates for one tensor with what they explain: first those of all data, which are one form in all batches."""
+    tensor = capture.stand_ins[problem.slots[slot].name]
+    explained = [capture.graph.explained(tensor, [capture.calls[role.call] for role in roles]) for roles in families]
+    for certainty in (Explained.ALWAYS, Explained.HERE):
+        if certainty >= least:
+            alike = [roles for roles, amount in zip(families, explained, strict=True) if amount is certainty]
+            yield from ((certainty, candidates) for candidates in _candidates(alike, routing))
+
+
 def _by_rows(roles: Sequence[_Role], axes: Sequence[RoutedRows]) -> list[JacobianRule]:
     names = " + ".join(dict.fromkeys(role.name for role in roles))
     uses = tuple(UseOfParameter(r.call, r.attribute, axis) for r, axis in zip(roles, axes, strict=True))
@@ -243,11 +276,14 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
         if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
             blocks[i] = block
     broken = {t.call for i, e in enumerate(plan) if i not in blocks for t in e.uses}
+
+    def by_row(rule: JacobianRule, block: Block) -> JacobianRule:
+        is_head = _ends(rule, capture) and gradients_are(block, proof.unweighted)
+        # Behind a layer that is no head, the data may decide whether rows see each other.
+        return replace(rule, by_row=True, is_head=is_head, proven=rule.proven and is_head)
+
     return tuple(
-        replace(e, by_row=True, is_head=_ends(e, capture) and gradients_are(blocks[i], proof.unweighted))
-        if i in blocks and e.uses[0].call not in broken
-        else e
-        for i, e in enumerate(plan)
+        by_row(e, blocks[i]) if i in blocks and e.uses[0].call not in broken else e for i, e in enumerate(plan)
     )
 
 
@@ -293,19 +329,9 @@ _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Un
 """Parts of the names of autograd's nodes that can move rows."""
 
 
-def _permutes(f: Tensor) -> bool:
+def _permutes(graph: Graph) -> bool:
     """True if an operation that can move rows lies between a random parameter and the outputs."""
-    seen: set[Any] = set()
-    waiting: list[Any] = [f.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(part in node.name() for part in _INDEXING):
-            return True
-        waiting.extend(following for following, _ in node.next_functions)
-    return False
+    return any(part in node.name() for node in graph for part in _INDEXING)
 
 
 def first_of_use(plan: Plan) -> list[int]:
@@ -313,16 +339,6 @@ def first_of_use(plan: Plan) -> list[int]:
     first: dict[object, int] = {}
     uses = [tuple((use.call, use.axis.value) for use in rule.uses) for rule in plan]
     return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
-
-
-def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
-    """True if the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
-    names = [slot.name for slot, rule in zip(problem.slots, plan, strict=True) if rule.description == "unused"]
-    if not names:
-        return True
-    stand_ins = [capture.stand_ins[name] for name in names]
-    gradients = pull(capture.f, stand_ins, torch.ones_like(capture.f).unsqueeze(0), loop=True)
-    return all(gradient is None for gradient in gradients)
 
 
 def _passed(
@@ -376,7 +392,8 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, pr
     r = torch.randn(_COTANGENTS, len(f), generator=generator).to(f)
     cotangents = proof.unweighted + torch.randn(_COTANGENTS, 1, f.shape[1], generator=generator).to(f)
     weighted = (r[..., None] * cotangents).sum(0)
-    (truth,) = pull(f, [capture.stand_ins[problem.slots[slot].name]], weighted.unsqueeze(0), loop=True)
+    with capture.backward(1, 1):
+        (truth,) = pull(f, [capture.stand_ins[problem.slots[slot].name]], weighted.unsqueeze(0), loop=True)
     expected = problem.slots[slot].take(
         f.new_zeros(problem.slots[slot].shape) if truth is None else truth[0].to_dense()
     )

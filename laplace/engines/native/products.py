@@ -34,12 +34,13 @@ class Linearised:
 
     def __init__(self, problem: Problem, capture: Capture) -> None:
         self.problem = problem
+        self.capture = capture
         self.f = capture.f
         self.positions = capture.positions
         self.loop = capture.loop
         self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in capture.calls))
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
-        with torch.enable_grad():
+        with torch.enable_grad(), capture.backward(1, len(self.tensors)):
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)
             self._gradients = BackwardPasses([self.f], self.tensors, create_graph=True).gradients(self._cotangent)
 
@@ -49,14 +50,16 @@ class Linearised:
         pairs = _used(self.problem, self._gradients, parts)
         if pairs:
             passes = BackwardPasses([g for g, _ in pairs], [self._cotangent])
-            (pushed,) = passes.each(*(v for _, v in pairs), loop=self.loop)
+            with self.capture.backward(len(vectors), 1):
+                (pushed,) = passes.each(*(v for _, v in pairs), loop=self.loop)
             if pushed is not None:
                 return pushed
         return self.f.new_zeros(len(vectors), *self.f.shape)
 
     def pull(self, cotangents: Tensor) -> list[Tensor | None]:
         """Jᵀ u of cotangents `[R, B, C]`, `[R, *shape]` per tensor, for `add_rows`."""
-        return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
+        with self.capture.backward(len(cotangents), len(self.tensors)):
+            return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
 
 
 class HessianProduct:
@@ -70,11 +73,13 @@ class HessianProduct:
 
     def __init__(self, problem: Problem, capture: Capture, loss: Tensor) -> None:
         self.problem = problem
+        self.capture = capture
         self.loop = capture.loop
         self.dtype = capture.f.dtype
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
-        with torch.enable_grad():
-            self._gradients = torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
+        with torch.enable_grad(), capture.backward(1, len(self.tensors)):
+            passes = BackwardPasses([loss], self.tensors, create_graph=True)
+            self._gradients = passes.gradients(torch.ones_like(loss))
 
     def times(self, vectors: Tensor) -> list[Tensor | None]:
         """∇² loss · v of vectors `[R, P]`, `[R, *shape]` per tensor, for `add_rows`."""
@@ -82,7 +87,9 @@ class HessianProduct:
         pairs = _used(self.problem, self._gradients, parts)
         if not pairs:
             return [None] * len(self.tensors)
-        return BackwardPasses([g for g, _ in pairs], self.tensors).each(*(v for _, v in pairs), loop=self.loop)
+        passes = BackwardPasses([g for g, _ in pairs], self.tensors)
+        with self.capture.backward(len(vectors), len(self.tensors)):
+            return passes.each(*(v for _, v in pairs), loop=self.loop)
 
 
 def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -148,9 +148,9 @@ def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
         digits = torch.Generator().manual_seed(seed)
         tensors = {name: _moved(tensor, digits) for name, tensor in problem.detached().items()}
         wanted = [tensors[name].requires_grad_() for name in names]
-        with torch.enable_grad(), differentiable(problem.module, twice=False):
-            outputs = problem.run(tensors, batches.transform(x, lambda leaf: _moved(leaf, digits))).flatten(1)
-        gradients = pull(outputs, wanted, weighted.unsqueeze(0), loop=True)
+        with torch.enable_grad(), differentiable(problem.module, twice=False), problem.holding(tensors):
+            outputs = problem.outputs(batches.transform(x, lambda leaf: _moved(leaf, digits))).flatten(1)
+            gradients = pull(outputs, wanted, weighted.unsqueeze(0), loop=True)
         return tuple(None if gradient is None else gradient[0] for gradient in gradients)
 
     truths = again(1.0)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Recur = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+Recur = Callable[[Tensor, Tensor, Tensor | None, Tensor, list[Tensor]], None]
 State = tuple[Tensor, ...]
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -90,19 +90,23 @@ def _one_way(
     shifts = None if projection is None else x.new_zeros(*x.shape[:2], len(projection)).requires_grad_()
     order = range(x.shape[1] - 1, -1, -1) if backwards else range(x.shape[1])
     inputs, added, shifted = given.unbind(1), offsets.unbind(1), None if shifts is None else shifts.unbind(1)
+    products: list[Tensor] = []
+    projections: list[Tensor] = []
     before: dict[int, Tensor] = {}
     unprojected: dict[int, Tensor] = {}
     after: dict[int, Tensor] = {}
     for t in order:
         before[t] = state[0]
-        state = _CELL[name](inputs[t], F.linear(state[0], weights[1], biases[1]) + added[t], state)
+        products.append(F.linear(state[0], weights[1], biases[1]))
+        state = _CELL[name](inputs[t], products[-1] + added[t], state)
         if projection is not None and shifted is not None:
             unprojected[t] = state[0]
-            state = (F.linear(state[0], projection) + shifted[t], *state[1:])
+            projections.append(F.linear(state[0], projection))
+            state = (projections[-1] + shifted[t], *state[1:])
         after[t] = state[0]
-    recur(_in_order(before), weights[1], biases[1], offsets)
+    recur(_in_order(before), weights[1], biases[1], offsets, products)
     if projection is not None and shifts is not None:
-        recur(_in_order(unprojected), projection, None, shifts)
+        recur(_in_order(unprojected), projection, None, shifts, projections)
     return _in_order(after), state
 
 

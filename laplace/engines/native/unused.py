@@ -42,7 +42,7 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
     named = f"{unreached[0]!r}" + (f" (and {len(unreached) - 1} more)" if several else "")
     what = (
         f"the network's outputs depend on {named}, of which autograd knows no derivative: its forward runs under "
-        "torch.no_grad(), or detaches, or takes a step function of them. "
+        "torch.no_grad(), or detaches, or takes a step function of them, or checkpoints with use_reentrant=True. "
     )
     if len(unreached) == len(problem.slots):
         raise CurvatureError(f"{what}No random weight is left: let gradients through.")

@@ -155,11 +155,13 @@ def rule_for(module: nn.Module) -> LayerRule[Any] | None:
 
 def rule_of(kind: type[nn.Module]) -> LayerRule[Any] | None:
     """The rule of a module class, or of the nearest base class that has one."""
-    for base in kind.__mro__:
-        rule = RULES.get(_name(base))
-        if rule is not None:
-            return rule
-    return None
+    base = class_with_rule(kind)
+    return None if base is None else RULES[_name(base)]
+
+
+def class_with_rule(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class, or the nearest base class, that has a rule."""
+    return next((base for base in kind.__mro__ if _name(base) in RULES), None)
 
 
 def files(rule: LayerRule[Any], *kinds: type[nn.Module]) -> None:

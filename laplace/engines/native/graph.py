@@ -1,0 +1,203 @@
+"""Uses of weights as autograd's graph holds them: whatever numbers the data have, a use is there.
+
+A probe cannot see a use that contributes zero to its batch: behind a dead ReLU, a closed gate, a mask. Every forward
+pass has a graph of its own, from which such a use is missing only if the pass did not come by. So all that reads a
+weight there is compared with the calls that were recorded, in every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from laplace.engines.native.calls import LayerCall
+
+Node = Any
+"""A node of autograd's graph, of a class that PyTorch makes."""
+
+
+class Explained(IntEnum):
+    """Amount of a weight's derivative that recorded calls explain.
+
+    Attributes:
+        NOT: Something else reads the weight.
+        HERE: The calls hold all that reads it, but hide how: a rule is right of the batch that it was proven for.
+        ALWAYS: Each reads it once, as its rule says, whatever the data.
+    """
+
+    NOT = 0
+    HERE = 1
+    ALWAYS = 2
+
+
+class Graph:
+    """Nodes by what they read, on all ways from the outputs of one pass to the tensors that require gradients.
+
+    Args:
+        f: The outputs.
+        shows_data: True if the data that nodes keep may be looked at, which computes activations that were not kept.
+    """
+
+    def __init__(self, f: Tensor, *, shows_data: bool = True) -> None:
+        self.shows_data = shows_data
+        self._readers: dict[Node, list[Node]] = {}
+        self._leaves: dict[int, Node] = {}
+        readers = self._readers
+        waiting: list[Node] = [] if f.grad_fn is None else [f.grad_fn]
+        readers.update((node, []) for node in waiting)
+        while waiting:
+            node = waiting.pop()
+            inputs = node.next_functions
+            if not inputs:
+                self._leaves[id(getattr(node, "variable", None))] = node
+            for after, _ in inputs:
+                if after is None:
+                    continue
+                known = readers.get(after)
+                if known is None:
+                    readers[after] = [node]
+                    waiting.append(after)
+                else:
+                    known.append(node)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._readers)
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """True if there is a way to a tensor."""
+        return id(tensor) in self._leaves
+
+    def explained(self, tensor: Tensor, calls: Sequence[LayerCall]) -> Explained:
+        """The amount of a tensor's derivative that some calls explain, by the rules of their layers or functions."""
+        leaf = self._leaves.get(id(tensor))
+        if leaf is None:
+            return Explained.ALWAYS
+        homes = {node: call for call in calls for node in call.nodes}
+        explained = Explained.ALWAYS
+        met: set[Node] = set()
+        for reader in self._meeting_data(leaf, homes):
+            home, is_plain = (reader, True) if reader in homes else self._home(reader, homes)
+            if home is None:
+                return Explained.NOT
+            if home in met or not _is_understood(reader, home, homes[home], looks=self.shows_data and is_plain):
+                explained = Explained.HERE  # read twice, say, of which a rule knows one
+            met.add(home)
+        return explained
+
+    def _meeting_data(self, leaf: Node, homes: Mapping[Node, LayerCall]) -> list[Node]:
+        """Nodes in which a tensor meets the data, each as often: behind views, casts and operations on it alone.
+
+        Args:
+            leaf: The tensor's node.
+            homes: Nodes of calls, behind which nobody looks.
+        """
+        alone: set[Node] = set()
+        for call in homes.values():
+            if call.weight_alone is not None:
+                alone |= _behind(call.weight_alone)
+        meeting, waiting = [], [leaf]
+        for node in waiting:  # which grow on the way
+            for reader in self._readers[node]:
+                if reader in homes or not (reader in alone or _rearranges(reader)):
+                    meeting.append(reader)
+                elif reader not in waiting:
+                    waiting.append(reader)
+        return meeting
+
+    def _home(self, reader: Node, homes: Mapping[Node, LayerCall]) -> tuple[Node | None, bool]:
+        """The one call through which every way from a node to the outputs goes, None if there is none.
+
+        A way through the data of a call comes from outside of it. Besides, whether the way is one, of views alone.
+
+        Args:
+            reader: A node that reads a weight.
+            homes: Nodes of calls.
+        """
+        fed = {node for call in homes.values() for node in call.fed}
+        reached: set[Node] = set()
+        waiting, seen, is_plain = [reader], {reader}, True
+        while waiting:
+            node = waiting.pop()
+            if node in homes:
+                reached.add(node)
+                continue
+            readers = self._readers[node]
+            if node in fed or not readers:
+                return None, False
+            is_plain &= node is reader or _rearranges(node)
+            is_plain &= len(readers) == 1 and (readers[0] in homes or _rearranges(readers[0]))
+            fresh = [above for above in readers if above not in seen]
+            seen.update(fresh)
+            waiting.extend(fresh)
+        if len(reached) != 1:
+            return None, False
+        home = reached.pop()
+        return home, is_plain and (home is reader or _rearranges(home))
+
+
+def _is_understood(reader: Node, home: Node, call: LayerCall, *, looks: bool) -> bool:
+    """True if a call, that reads a weight by one node, does with it what its rule says, whatever the data."""
+    if _is_opaque(reader) or (home is not reader and _is_opaque(home)):
+        return False
+    return call.is_known or (looks and _reads(reader, call.x))
+
+
+def _is_opaque(node: Node) -> bool:
+    """True of nodes that PyTorch does not define: functions of users, in Python or C++, and compiled code."""
+    return isinstance(node, BackwardCFunction) or type(node).__name__.startswith("CppFunction")
+
+
+_REARRANGING = (
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "Repeat", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
+    "TBackward", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View",
+)  # fmt: skip
+"""Beginnings of the names of nodes that copy, cast or move numbers, of one tensor and by no data."""
+
+
+def _rearranges(node: Node) -> bool:
+    return not isinstance(node, BackwardCFunction) and _is_rearranging(type(node).__name__)
+
+
+@cache
+def _is_rearranging(name: str) -> bool:
+    return name.startswith(_REARRANGING)
+
+
+_LAYERS = ("Addmm", "Mm", "Linear", "Convolution", "CudnnConvolution", "MkldnnConvolution", "NativeLayerNorm",
+           "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "Embedding")  # fmt: skip
+"""Beginnings of the names of nodes that are a whole layer."""
+
+_DATA = ("_saved_mat1", "_saved_self", "_saved_input", "_saved_indices")
+"""Names of the data that such a node keeps."""
+
+
+def _reads(node: Node, x: Tensor) -> bool:
+    """True if a node is a layer's, and its data are these."""
+    if not type(node).__name__.startswith(_LAYERS):
+        return False
+    for name in _DATA:
+        try:
+            saved = getattr(node, name, None)
+        except RuntimeError:  # of a tensor that was overwritten
+            return False
+        if isinstance(saved, Tensor) and saved.data_ptr() == x.data_ptr() and saved.numel() == x.numel():
+            return True
+    return False
+
+
+def _behind(value: Tensor) -> set[Node]:
+    """All nodes from a tensor to its leaves."""
+    nodes: set[Node] = {value.grad_fn}
+    waiting = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        for after, _ in () if node is None else node.next_functions:
+            if after is not None and after not in nodes:
+                nodes.add(after)
+                waiting.append(after)
+    return nodes
