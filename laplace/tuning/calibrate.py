@@ -118,6 +118,11 @@ class CalibrationGrid:
     noise: bool = True
     predictive: Predictive = field(default_factory=Predictive)
 
+    @property
+    def present(self) -> int:
+        """Index of the present prior precision, at which a mixture of networks has its weights."""
+        return self.factors.index(1.0)
+
     def around(self, unit: float) -> CalibrationGrid:
         """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
         return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
@@ -252,7 +257,7 @@ def _noises(pieces: Sequence[Piece], grid: CalibrationGrid, hypers: Hyperparamet
             with named(name):
                 means, rows = _network(scored, x, y)
                 zeros = [torch.zeros_like(mean) for mean in means]
-                predictions.append(mixed(list(zip(means, zeros, strict=True)), scored.weights[:, 0]))
+                predictions.append(mixed(list(zip(means, zeros, strict=True)), scored.weights[:, grid.present]))
                 targets.append(rows.y)
     y = torch.cat(targets)
     mean, variance = (torch.cat(parts) for parts in zip(*predictions, strict=True))
@@ -344,12 +349,13 @@ class _Scores:
         means, counts = [mean[rows.index] for mean, _, _ in latents], self._counted(rows)
         if scored.posterior.likelihood.target.labels_vary:
             self.labels.see(rows.y)
+        weights = scored.weights[:, self.grid.present].unsqueeze(1)
         network = None
         for part in scored.groups(len(latents[0][0])):
             variances = [_existing(at, part)[:, rows.index] for _, at, _ in latents]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
-                network = widened(_scored(scored, means, nothing, scored.weights[:, :1], rows.y, self.network_noise)[0])
+                network = widened(_scored(scored, means, nothing, weights, rows.y, self.network_noise)[0])
                 self._network += float(network.sum())
             for j, scale in enumerate(self.grid.scales):
                 scaled = [scale * variance for variance in variances]
