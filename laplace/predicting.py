@@ -153,6 +153,9 @@ class OutputSampling(ABC):
             InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
             UnsupportedError: The likelihood does not say how good a prediction is.
             ModelChangedError: The network was trained further after `fit`.
+
+        Warns:
+            DataWarning: The data are those of the fit, at which the network is surer than elsewhere.
         """
         from laplace.tuning.comparing import compare
 

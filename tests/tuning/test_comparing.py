@@ -18,6 +18,7 @@ from laplace import Comparison, FunctionalLaplace, Laplace, MixtureLaplace, VaLL
 from laplace.comparison import N_RESAMPLES, Row, resampled
 from laplace.core.random_numbers import drawn_seed
 from laplace.errors import (
+    DataWarning,
     InvalidArgument,
     InvalidCall,
     InvalidData,
@@ -223,6 +224,12 @@ def test_other_posteriors(make: Callable[[nn.Module], Any]) -> None:
     check(la.compare([(x[:5], y[:5]), (x[5:], y[5:])]), network, reference.class_scores(la(x).detach(), y))
 
 
+def held_out(likelihood: str) -> tuple[Tensor, Tensor]:
+    """Data that were not fitted."""
+    x, y = grid.data(likelihood, seed=11)
+    return x.double(), y.double() if y.is_floating_point() else y
+
+
 def mixture(likelihood: str, weights: list[float]) -> tuple[MixtureLaplace, Tensor, Tensor]:
     _, x, y = double(likelihood)
     models = []
@@ -283,6 +290,7 @@ def test_a_calibrated_posterior_is_compared_as_it_predicts(likelihood: str) -> N
     model, x, y = double(likelihood)
     la = Laplace(model, likelihood, "all", "kron")
     la.fit([(x, y)])
+    x, y = held_out(likelihood)
     calibration = la.calibrate([(x, y)])
     found = la.compare([(x[:5], y[:5]), (x[5:], y[5:])]).rows["nll"]
     assert_close(found.posterior, calibration.posterior_nll, "algebra")
@@ -295,6 +303,7 @@ def test_a_calibrated_posterior_is_compared_as_it_predicts(likelihood: str) -> N
 def test_a_calibrated_mixture_keeps_its_weights() -> None:
     la, x, y = mixture("classification", [0.5, 0.2, 0.3])
     la.weights = "evidence"
+    x, y = held_out("classification")
     la.calibrate([(x, y)])
     check(la.compare([(x, y)]), ensemble(la, x, y), reference.class_scores(la(x), y))
 
@@ -609,6 +618,12 @@ def test_data_that_cannot_be_compared(loader: Callable[..., Any], error: type[Ex
     with pytest.raises(error, match=match):
         la.compare(loader(x, y))
     assert torch.equal(la(x), expected)
+
+
+def test_data_of_the_fit_are_told_of() -> None:
+    la, x, y = fitted()
+    with pytest.warns(DataWarning, match="are training data"):
+        la.compare([(x, y)])
 
 
 def test_options_that_are_not_accepted() -> None:
