@@ -96,15 +96,19 @@ class Posterior:
 
     def calibrated(self, calibration: Calibration) -> Posterior:
         """The posterior with the covariance that a calibration chose."""
-        return replace(self.at(calibration.hypers), calibration=calibration)
+        return replace(self._around_own_prior(calibration.hypers), calibration=calibration)
 
     def uncalibrated(self) -> Posterior:
         """The posterior at the hyper-parameters before it was calibrated."""
-        return self if self.calibration is None else self.at(self.calibration.before)
+        return self if self.calibration is None else self._around_own_prior(self.calibration.before)
 
     def unscaled(self) -> Posterior:
         """The posterior whose covariance a calibration scaled, of which there is an evidence; else the same."""
-        return self if self.calibration is None else self.at(self.calibration.unscaled)
+        return self if self.calibration is None else self._around_own_prior(self.calibration.unscaled)
+
+    def _around_own_prior(self, hypers: Hyperparameters) -> Posterior:
+        """The posterior at hyper-parameters that a mixture shares, with its own prior mean."""
+        return self.at(replace(hypers, prior_mean=self.hypers.prior_mean))
 
     def before_new_data(self, what: str) -> Posterior:
         """The posterior without its calibration, which was of the former data.

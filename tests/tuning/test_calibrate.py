@@ -471,6 +471,15 @@ def test_mixtures_keep_their_weights(rule: Any, likelihood: str) -> None:
     assert torch.equal(mixture.weights, weights)
 
 
+def test_components_keep_their_prior_means() -> None:
+    mixture = MixtureLaplace([Laplace(grid.network(), "classification", prior_mean=mean) for mean in (0.0, 0.5)])
+    mixture.fit(grid.batches())
+    mixture.calibrate(held_out())
+    assert [la.prior_mean.item() for la in mixture.components] == [0.0, 0.5]
+    mixture.calibration.undo()
+    assert [la.prior_mean.item() for la in mixture.components] == [0.0, 0.5]
+
+
 def test_a_mixture_s_table() -> None:
     models = [grid.network("regression").double(), copy.deepcopy(grid.network("regression")).double()]
     with torch.no_grad():
