@@ -49,8 +49,8 @@ _FACTORS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 _SCALES = tuple(10 ** (k / 2) for k in range(-8, 1))
 """Scales of the covariance that are tried, besides 0."""
 
-_NOISES = tuple(2 ** (k / 8) for k in range(-26, 9))
-"""Noises that are tried, relative to the root mean square of the network's residuals."""
+_NOISES = (*(2 ** (k / 4) for k in range(-24, -4)), *(2 ** (k / 8) for k in range(-8, 9)))
+"""Noises that are tried, relative to the root mean square of the network's residuals: from 1/64 of it to twice it."""
 
 LEAST_GAIN = 0.001
 """Nats that a candidate must gain: posteriors that hardly differ from the network are as often worse as better."""
