@@ -45,7 +45,7 @@ def warn_of_default_noise(posterior: Posterior) -> None:
     warn(
         f"sigma_noise is 1, its default, and the root mean square of the residuals is {spread:.3g}: the noise that "
         f"the posterior and its predictions assume is {wrong}. Give sigma_noise=, tune it by "
-        "la.optimize_hyperparameters(('prior_precision', 'sigma_noise')), or standardise targets in units of their "
-        "own.",
+        "la.optimize_hyperparameters(('prior_precision', 'sigma_noise')) or, on validation data, by "
+        "la.calibrate(val_loader), or standardise targets in units of their own.",
         ApproximationWarning,
     )
