@@ -80,7 +80,6 @@ def test_last_layer_agrees_with_the_oracle(options, covariance, network, images)
     assert_close(found.probabilities, probit(f_star, expected), "algebra")
 
 
-@pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")  # of depthwise convolutions
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank_kron"])
 def test_all_weights(structure, network, images):
     network.float().requires_grad_(True)
@@ -91,6 +90,8 @@ def test_all_weights(structure, network, images):
         evidence = la.log_marginal_likelihood()
         probabilities = la(x)
     assert la.n_params == sum(p.numel() for p in network.parameters()) > 3e6
+    convolutions = {words for name, words in la.coverage().items() if "conv" in name}
+    assert structure != "kron" or {words.split(" → ")[1] for words in convolutions} == {"Kronecker factors"}
     assert bool(evidence.isfinite())
     assert_close(probabilities.sum(1), torch.ones(len(x)), "float32")
     assert bool((la.predict(x).latent_variance > 0).all())
