@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
-from torch.func import grad, jacrev
+from torch.func import grad, vjp, vmap
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
@@ -105,8 +105,11 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         """
         if y is None:
             raise InvalidArgument(f"The output Hessian of likelihood={self.name!r} needs targets: give y.")
-        # Reverse over reverse: forward mode would ask every operation of a user for a forward derivative.
-        dense = for_each(jacrev(grad(self.negative_log_likelihood)), f, y)
+        # Reverse over reverse: forward mode would ask every operation of a user for a forward derivative. The rows are
+        # those of all data at once, for vmap over rows within vmap over data is wrong of some operations (PReLU).
+        rows = vjp(lambda f: for_each(grad(self.negative_log_likelihood), f, y), f)[1]
+        hot = torch.eye(f.shape[1], dtype=f.dtype, device=f.device).unsqueeze(1).expand(-1, len(f), -1)
+        dense = vmap(rows)(hot)[0].transpose(0, 1)
         return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
 
     def sample_gradients(

@@ -211,3 +211,24 @@ def test_the_librarys_own_are_not_asked() -> None:
     la = Laplace(model, "classification", "all", "diag")
     la.fit([(torch.ones(3, 1, dtype=torch.float64), torch.ones(3, dtype=torch.int64))])
     assert float(la.H.sum()) == 0
+
+
+class Leaky(FromLoss):
+    """A convex loss of residuals, steeper on one side, by an activation whose slope is a tensor."""
+
+    def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
+        return (
+            nn.functional.prelu((f - y).unsqueeze(0), torch.full_like(f, 0.2)).square().sum()
+            + f.square().sum().square()
+        )
+
+
+@pytest.mark.parametrize("n_data", [1, 2, 3, 5])
+def test_hessians_of_operations_that_vmap_within_vmap_gets_wrong(n_data: int) -> None:
+    """Of as many data as outputs, with numbers that are wrong; of others with an error."""
+    torch.manual_seed(0)
+    f, y = torch.randn(n_data, 3, dtype=torch.float64), torch.randn(n_data, 3, dtype=torch.float64)
+    loss = Leaky()
+    hessian = torch.autograd.functional.hessian
+    exact = [hessian(lambda g, b=b: loss.negative_log_likelihood(g, y[b]), f[b]) for b in range(n_data)]
+    assert_close(loss.hessian(f, y).matrix(), torch.stack(exact), "algebra")  # pyright: ignore
