@@ -485,6 +485,7 @@ def hooked(base: Any, calls: list[int] | None = None) -> Any:
     return Twice
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize("structure", CLASSES)
 def test_a_hook_computes_what_a_fit_sums(structure: str) -> None:
     calls: list[int] = []

@@ -223,8 +223,8 @@ def size(x: Inputs, dict_key_x: str) -> int:
     """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
     if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
-    if are_graphs(x):
-        return int(cast("Any", x).num_graphs)
+    if not isinstance(x, Mapping) and are_graphs(x):
+        return int(x.num_graphs)
     first = next(iter(tensors(x)), None)
     if first is None or first.ndim == 0:
         raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
@@ -237,7 +237,8 @@ def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
         if x.num_graphs != n:
             return x
         whole = x.to_data_list()
-        kind: Any = next(base for base in type(x).__mro__ if "from_data_list" in vars(base))  # and none made of it
+        kinds = (getattr(base, "from_data_list", None) and base for base in reversed(type(x).__mro__))
+        kind: Any = next(base for base in kinds if base is not None)  # the first of them, and none that it made
         return kind.from_data_list([whole[i] for i in torch.arange(n)[_on_host(index)].tolist()])
     return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
 

@@ -42,8 +42,8 @@ class Content:
     n_data: int
 
     def __add__(self, other: Content) -> Content:
-        hashes, kept = (*self.hashes, *other.hashes), sum(map(len, (*self.hashes, *other.hashes)))
-        if kept > 2 * _MOST:
+        hashes = (*self.hashes, *other.hashes)
+        if sum(map(len, hashes)) > 2 * _MOST:
             hashes = (torch.cat([part.cpu() for part in hashes]).sort().values[:_MOST],)
         return Content(hashes, self.n_hashed + other.n_hashed, self.n_data + other.n_data)
 
@@ -65,10 +65,10 @@ class Content:
             return False
         if len(other._distinct) < max(_FEWEST, _DISTINCT * other._kept):
             return False
-        found = int(torch.isin(other._distinct, self._distinct).sum())
+        n_common = int(torch.isin(other._distinct, self._distinct).sum())
         share = min(1.0, len(self._distinct) / max(1, self.n_data))  # of these data that are known here
         enough = _DISTINCT if share > _DISTINCT else 0.5 * share
-        return found >= max(_FEWEST, enough * len(other._distinct))
+        return n_common >= max(_FEWEST, enough * len(other._distinct))
 
 
 class ContentReader:

@@ -316,7 +316,7 @@ def fitted_to(
         require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
     former_data = None if override or posterior.data is None else posterior.data.content
-    if former_data is not None:
+    if former_data is not None and decay == 1:  # of which faded data are an average over time
         fitting.warn_of_repeated(former_data, new.content)
     with kept_for_later(), torch.no_grad(), bars(progress_bar):
         fit = new.fit

@@ -119,6 +119,7 @@ def test_sum_of_two_fits(case: Case) -> None:
     assert both.n_data == whole.n_data
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize(
     "case", few("all", "random", structures=["ekfac"], names=["mlp_classification", "conv2d_grouped"])
 )

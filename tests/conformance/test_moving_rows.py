@@ -88,6 +88,7 @@ def test_gradients_for_one_datum_behind_a_batch_norm() -> None:
     assert_close(gradient[0, 0, 1, 2], difference, "finite_difference")
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_added_data_get_draws_of_their_own() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 3).double(), torch.randn(8, 3, dtype=torch.float64), torch.randint(3, (8,))

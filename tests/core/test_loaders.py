@@ -93,6 +93,7 @@ def test_data_that_can_be_read_once_are_refused_by_name(structure: str, weights:
         assert len(list(loader)) == 3, "the loader lost a batch"
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data are dropped, and count twice
 @pytest.mark.parametrize("weights", grid.WEIGHTS)
 def test_n_data_is_the_number_seen(weights: str) -> None:
     """Not the length of a dataset: with drop_last and samplers the two differ."""

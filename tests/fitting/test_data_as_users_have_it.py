@@ -50,7 +50,7 @@ class Several(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, xs: list[Tensor]) -> Tensor:
-        return self.head(torch.tanh(sum(layer(x) for layer, x in zip(self.layers, xs, strict=True))))
+        return self.head(torch.tanh(self.layers[0](xs[0]) + self.layers[1](xs[1])))
 
 
 class Spread(Several):

@@ -173,6 +173,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": grid.network, "nasty": Nasty, "recurrent": Recurrent}
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
 def test_the_model_is_left_as_it_was(weights: str, structure: str, name: str) -> None:

@@ -73,6 +73,7 @@ def test_there_is_one_precision_at_a_time() -> None:
     assert made == [True]
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_a_posterior_does_not_change() -> None:
     la = fitted()
     then = la.snapshot()

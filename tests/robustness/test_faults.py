@@ -118,6 +118,7 @@ class Injected:
         return sorted({0, self.passes // 2, self.passes - 1})
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize(("name", "call"), TABLE, ids=str)
 def test_a_failing_pass_changes_nothing(name: str, call: str) -> None:
     injected = Injected(name, call)

@@ -137,6 +137,7 @@ def test_data_fade_and_are_removed_where_fields_are_sums() -> None:
         la.forget([(x[:3] * 9, y[:3])])
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @quiet
 def test_fields_that_are_no_sums_are_refused_by_name() -> None:
     la = fitted(RootLaplace)

@@ -389,6 +389,7 @@ def test_the_loader_cannot_change_the_data() -> None:
     assert torch.equal(la(x), fitted()(x))
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_data_are_added_and_fade() -> None:
     """At the same weights: the curvature of both, at others an error."""
     data, x = batches(), batches()[0][0]

@@ -18,6 +18,7 @@ from torch.func import vmap
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
+from laplace.errors import UnsupportedError
 from laplace.network.recomputation import COMPUTED_AGAIN
 from laplace.weights.problem import Problem
 
@@ -70,7 +71,7 @@ def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], 
     # Data and cotangents are two batches; vmap within vmap has wrong derivatives of some operations (PReLU, cdist).
     # So vmap takes the data forward, and autograd pulls the cotangents back.
     if batches.are_graphs(x):
-        raise TypeError("graphs have other numbers of nodes")
+        raise UnsupportedError("graphs have other numbers of nodes: they go one by one.")
     n_data = cotangents.shape[1]
     fixed = problem.detached()
     leaves = batches.tensors(x)

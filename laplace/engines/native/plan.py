@@ -215,7 +215,7 @@ def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterat
     Of rows that each have a place among those of the outputs, fewer than these, the place comes first: an axis may fit
     them as well, by the number of rows that a batch happens to have.
     """
-    if routing.capture.processes is not None:  # of which each would make other backward passes
+    if routing.capture.reduced or routing.capture.processes is not None:  # of which each would make other passes
         yield from map(_by_axis, families)
         return
     placed = [(roles, routing.by_output_row([role.call for role in roles])) for roles in families]
