@@ -120,6 +120,7 @@ def test_inputs_as_an_argument_come_back(path: Path) -> None:
     assert torch.equal(la(x), again(x))
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_every_argument_comes_back(path: Path) -> None:
     given: dict[str, Any] = {
         "sigma_noise": 0.5, "prior_mean": torch.linspace(-1, 1, 38), "temperature": 0.3,

@@ -312,6 +312,7 @@ def test_stochastic_curvature_with_a_generator_can_be_copied() -> None:
     assert_same(la, copy.deepcopy(la))
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda la: pickle.loads(pickle.dumps(la)), "state"])
 def test_random_draws_go_on_in_a_copy(way: Any) -> None:
     """More draws over the same data refine a sampled curvature only if they are other draws."""
@@ -332,6 +333,7 @@ def test_random_draws_go_on_in_a_copy(way: Any) -> None:
 # Moves.
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
 def test_to_another_dtype(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure, "regression", prior_precision=2.0)
@@ -351,6 +353,7 @@ def test_to_another_dtype(weights: str, structure: str) -> None:
     assert la(x.float())[0].dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
 def test_to_a_device(weights: str, structure: str, device: torch.device) -> None:
     la = grid.fitted(weights, structure)

@@ -399,6 +399,7 @@ def test_a_refused_state_changes_nothing() -> None:
     assert torch.equal(mixture(x), before)
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_a_failed_fit_keeps_every_former_posterior() -> None:
     mixture, x = fitted(), data()
     before = mixture(x)

@@ -143,6 +143,7 @@ def test_a_loaded_posterior_keeps_a_term_per_output(structure: str) -> None:
         assert torch.equal(same.log_marginal_likelihood(), la.log_marginal_likelihood())
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_a_fit_that_follows_removes_it() -> None:
     la, x = fitted(), grid.data()[0]
     plain, data = la(x), grid.batches()

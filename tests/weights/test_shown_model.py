@@ -411,6 +411,7 @@ def test_backends_never_see_the_copy() -> None:
     assert NativeGGN(own, "classification", last_layer=True).model is own
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 def test_a_fit_a_prediction_and_the_evidence_pass_the_copy_by() -> None:
     x, la = X.double(), fitted(network())
     expected = fitted(network())
