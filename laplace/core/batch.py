@@ -65,7 +65,7 @@ def are_graphs(x: Any) -> bool:
 
 def without_names(batch: Any) -> Any:
     """A tuple less the strings at its end: webdataset gives (x, y, keys), with the key of every sample."""
-    while isinstance(batch, tuple | list) and len(batch) > 1 and _names(batch[-1]):
+    while isinstance(batch, tuple | list) and len(batch) > 2 and _names(batch[-1]):
         batch = batch[:-1]
     return batch
 

@@ -82,7 +82,7 @@ class ContentReader:
         """Looks at inputs and targets `[B, …]` of a batch."""
         number, self._n_batches = self._n_batches, self._n_batches + 1
         self._n_data += len(y)
-        if number & (number - 1) == 0:  # 0, 1, 2, 4, 8, …
+        if number & (number - 1) == 0 and len(y):  # 0, 1, 2, 4, 8, …
             self._hashes.append(_hashes([*batches.tensors(x), y], len(y)))
             self._n_hashed += len(y)
 
