@@ -110,7 +110,7 @@ def _hashes(tensors: Iterable[Tensor], n_data: int) -> Tensor:
     """A hash of every datum, `[B]`, int64, of the tensors that have the data in their first dimension."""
     total: Tensor | int = 0
     for number, tensor in enumerate(tensors):
-        if tensor.ndim == 0 or len(tensor) != n_data or tensor.is_sparse or tensor.is_complex():
+        if tensor.numel() == 0 or tensor.ndim == 0 or len(tensor) != n_data or tensor.is_sparse or tensor.is_complex():
             continue
         flat = tensor.detach().reshape(n_data, -1)
         step = max(1, -(-flat.shape[1] // _ENTRIES))
