@@ -135,6 +135,7 @@ def test_sampled_weights(likelihood: str) -> None:
     assert_close(found.decomposition.total, found.variance, "algebra")
 
 
+@pytest.mark.filterwarnings("ignore:sigma_noise is 1")  # two of three networks are a thousand away from the data
 def test_samples_are_of_the_components_by_their_weights() -> None:
     la, x = mixture("regression")
     for part, shift in zip(la.components, (-1e3, 0.0, 1e3), strict=True):
