@@ -264,7 +264,7 @@ class _Mixture(nn.Module):
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "tied by a function": (_TiedByFunction, {"token.weight": "F.embedding + F.linear, 2 uses"}),
-    "adapted": (lambda: nn.Sequential(_Adapted(), nn.Tanh(), nn.Linear(4, 3)), {"0.weight": "linear"}),
+    "adapted": (lambda: nn.Sequential(_Adapted(), nn.Tanh(), nn.Linear(4, 3)), {"0.weight": "F.linear"}),
     "standardised": (
         lambda: nn.Sequential(_Standardised(3, 4), nn.Tanh(), nn.Linear(4, 3)),
         {"0.weight": "fallback: torch.func vmap", "0.bias": "linear"},
