@@ -585,24 +585,32 @@ def test_last_layers() -> None:
 
 
 class Mixing(nn.Module):
-    """Tokens that see each other where a number of the datum is positive."""
+    """Tokens that see each other where a number of the datum is positive.
 
-    def __init__(self) -> None:
+    Args:
+        where: Before the head, behind it, or behind it and only if there is such a datum.
+    """
+
+    def __init__(self, where: str) -> None:
         super().__init__()
+        self.where = where
         self.a, self.b, self.head = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.unflatten(1, (2, 2))
-        h = torch.tanh(self.b(torch.tanh(self.a(tokens))))
-        h = h + torch.relu(x[:, :1, None]) * h.mean(1, keepdim=True)
+        h = torch.tanh(self.b(torch.tanh(self.a(x.unflatten(1, (2, 2))))))
+        gate = torch.relu(x[:, :1, None])
+        if self.where == "before":
+            h = h + gate * h.mean(1, keepdim=True)
         z = self.head(h)
-        return z + torch.relu(x[:, :1, None]) * z.flip(1)
+        if self.where == "behind" or (self.where == "branch" and (gate > 0).any()):
+            z = z + gate * z.flip(1)
+        return z
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
-def test_positions_that_see_each_other(structure: str) -> None:
-    model, y = network(Mixing), torch.arange(2 * N).view(N, 2) % 4
-    names = curvature.trainable_names(model)
+@pytest.mark.parametrize("where", ["before", "behind", "branch", "never"])
+def test_positions_that_see_each_other(where: str, structure: str) -> None:
+    model, y = network(lambda: Mixing(where)), torch.arange(2 * N).view(N, 2) % 4
 
     class Flat(nn.Module):
         def __init__(self) -> None:
@@ -614,7 +622,7 @@ def test_positions_that_see_each_other(structure: str) -> None:
 
     expected = torch.zeros(())
     for x in (HIDDEN, SHOWN):
-        rows, f = curvature.flat_jacobian(Flat(), x, [f"inner.{name}" for name in names])
+        rows, f = curvature.flat_jacobian(Flat(), x, curvature.trainable_names(Flat()))
         rows, f = rows.unflatten(1, (2, 4)).flatten(0, 1), f.unflatten(1, (2, 4)).flatten(0, 1)
         inner = curvature.output_hessian(f, "classification", y.flatten())
         expected = expected + torch.einsum("bcp,bcd,bdq->pq", rows, inner, rows)

@@ -272,6 +272,50 @@ def test_rows_of_a_view_of_the_batch_are_proven_once(proofs: list[int]) -> None:
     torch.testing.assert_close(la.H, single.H)
 
 
+class _Tokens(nn.Module):
+    """Classifies every token by its own number, or by those of all tokens before the last layers."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) if attends else nn.Identity()
+        self.last = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.layer(self.inp(x))))
+
+
+class _Pixels(nn.Module):
+    """Classifies every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 1),
+            nn.Tanh(),
+            nn.Conv2d(4, 3, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).movedim(1, -1)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "attention", "pixels"])
+def test_rows_that_stay_by_themselves_are_proven_once(kind: str, proofs: list[int]) -> None:
+    model = _Pixels() if kind == "pixels" else _Tokens(attends=kind == "attention")
+    x = torch.randn(28, 1, 2, 3) if kind == "pixels" else torch.randn(28, 6, 3)
+    y = torch.arange(28 * 6).view(28, *((2, 3) if kind == "pixels" else (6,))) % 3
+    la = Laplace(model.eval(), "classification", "all", "diag")
+    la.fit([(x[:7], y[:7])])
+    first = len(proofs)
+    la.fit([(part, labels) for part, labels in zip(x.split(7), y.split(7), strict=True)])
+    la(x[:7])
+    assert len(proofs) <= first + (kind == "attention") <= 3  # by modules alone, which do not explain all
+
+
 class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:

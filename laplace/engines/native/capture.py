@@ -138,6 +138,10 @@ class Capture:
     def _behind_views(self) -> set[object]:
         return _behind_views(self.f)
 
+    def keeps_rows(self, call: int) -> bool:
+        """True if rows of a call's output stay by themselves up to the outputs, whatever the data."""
+        return self.as_it_was is None and self.graph.keeps_rows(self.calls[call].edge.node, self._behind_views)
+
     def gradients(self, cotangents: Tensor, calls: Collection[int]) -> dict[int, Tensor]:
         """Gradients `[K, *output shape]` of the outputs of calls, by their numbers, for cotangents `[K, B, C]`."""
         known = frozenset() if self.positions else self.heads

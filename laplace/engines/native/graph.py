@@ -7,7 +7,7 @@ weight there is compared with the calls that were recorded, in every pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -89,6 +89,26 @@ class Graph:
             met.add(home)
         return explained
 
+    def keeps_rows(self, node: Node, views: Collection[Node]) -> bool:
+        """True if no row sees another between a node and the outputs, whatever the data, as the operations alone say.
+
+        Args:
+            node: That of a call.
+            views: Nodes of views that end in the outputs, which only rename rows.
+        """
+        of_images = type(node).__name__.startswith(_IMAGES)
+        between, waiting = {node}, [node]
+        while waiting:
+            for reader in self._readers[waiting.pop()]:
+                if reader not in between:
+                    between.add(reader)
+                    waiting.append(reader)
+        between.discard(node)
+        others = (after for reader in between for after in _of_weights(reader))
+        return not any(after in between or after is node for after in others) and all(
+            (reader in views and _rearranges(reader)) or _is_by_row(reader, of_images=of_images) for reader in between
+        )
+
     def _meeting_data(self, leaf: Node, homes: Mapping[Node, LayerCall]) -> list[Node]:
         """Nodes in which a tensor meets the data, each as often: behind views, casts and operations on it alone.
 
@@ -166,6 +186,67 @@ def _rearranges(node: Node) -> bool:
 @cache
 def _is_rearranging(name: str) -> bool:
     return name.startswith(_REARRANGING)
+
+
+_ELEMENTWISE = tuple(
+    f"{name}Backward"
+    for name in (
+        "Abs", "Add", "Alias", "Clamp", "Clone", "Cos", "Div", "Elu", "Erf", "Exp", "Gelu", "Hardsigmoid", "Hardswish",
+        "Hardtanh", "LeakyRelu", "Log", "LogSigmoid", "Mish", "Mul", "Neg", "Pow", "PreluKernel", "Reciprocal", "Relu",
+        "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where",
+    )
+)  # fmt: skip
+"""Beginnings of the names of nodes that take every number by itself."""
+
+_IMAGES = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")
+"""Beginnings of the names of nodes whose channels come second."""
+
+_PRODUCTS = {"AddmmBackward": 1, "MmBackward": 0, "LinearBackward": 0}
+"""Beginnings of the names of products, and which of their inputs has rows."""
+
+
+def _of_weights(node: Node) -> list[Node]:
+    """Nodes of the inputs of a product or convolution that must not be those of rows."""
+    name = type(node).__name__
+    rows = next(
+        (at for start, at in _PRODUCTS.items() if name.startswith(start)), 0 if name.startswith(_IMAGES) else -1
+    )
+    return [after for at, (after, _) in enumerate(node.next_functions) if at != rows] if rows >= 0 else []
+
+
+def _is_by_row(node: Node, *, of_images: bool) -> bool:
+    """True of operations on every row by itself; rows are pixels of images, or all dimensions but the last."""
+    name = type(node).__name__
+    if isinstance(node, BackwardCFunction):
+        return False
+    if name.startswith(_ELEMENTWISE):
+        return True
+    if of_images:
+        if name.startswith("Convolution"):
+            sizes = node._saved_weight.shape[2:].numel() if not node._saved_transposed else 0
+            return sizes == 1 and set(node._saved_stride) == {1} and set(node._saved_padding) == {0}
+        return name.startswith(_IMAGES) and not getattr(node, "_saved_training", True)
+    if name.startswith(tuple(_PRODUCTS)):
+        return True
+    if name.startswith("NativeLayerNorm"):
+        return len(node._saved_normalized_shape) == 1
+    shape = node._input_metadata[0].shape if getattr(node, "_input_metadata", None) else ()
+    last = len(shape) - 1
+    if name.startswith(("View", "UnsafeView", "ReshapeAlias")):
+        return bool(shape) and tuple(node._saved_self_sym_sizes)[-1:] == (shape[last],)
+    if name.startswith("Transpose"):
+        return bool(shape) and last not in (_wrapped(node._saved_dim0, last), _wrapped(node._saved_dim1, last))
+    if name.startswith(("Softmax", "LogSoftmax")):
+        return bool(shape) and _wrapped(node._saved_dim, last) == last
+    if name.startswith("MeanBackward1"):
+        return bool(shape) and node._saved_keepdim and [_wrapped(d, last) for d in node._saved_dim or ()] == [last]
+    return False
+
+
+def _wrapped(dim: int, last: int) -> int:
+    """A dimension counted from the first; autograd shows negative ones as numbers without sign."""
+    dim = dim - 2**64 if dim >= 2**63 else dim
+    return dim % (last + 1)
 
 
 _LAYERS = ("Addmm", "Mm", "Linear", "Convolution", "CudnnConvolution", "MkldnnConvolution", "NativeLayerNorm",

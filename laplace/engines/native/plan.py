@@ -130,7 +130,11 @@ def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) 
 
 def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Explained.ALWAYS) -> bool:
     """True if every rule of a plan explains its tensor in another pass too, in which the same calls were recorded."""
-    return all(explains(problem, i, rule, capture) >= least for i, rule in enumerate(plan))
+    return all(explains(problem, i, rule, capture) >= least for i, rule in enumerate(plan)) and all(
+        rule.uses[0].call in capture.heads if rule.is_head else capture.keeps_rows(rule.uses[0].call)
+        for rule in plan
+        if rule.by_row and least is Explained.ALWAYS
+    )
 
 
 def require_explained(problem: Problem) -> None:
@@ -280,7 +284,8 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     def by_row(rule: JacobianRule, block: Block) -> JacobianRule:
         is_head = _ends(rule, capture) and gradients_are(block, proof.unweighted)
         # Behind a layer that is no head, the data may decide whether rows see each other.
-        return replace(rule, by_row=True, is_head=is_head, proven=rule.proven and is_head)
+        lasting = rule.proven and (is_head or capture.keeps_rows(rule.uses[0].call))
+        return replace(rule, by_row=True, is_head=is_head, proven=lasting)
 
     return tuple(
         by_row(e, blocks[i]) if i in blocks and e.uses[0].call not in broken else e for i, e in enumerate(plan)
