@@ -124,6 +124,7 @@ def by_head(model: nn.Sequential, x: torch.Tensor, new: torch.Tensor, delta: flo
     return predictive.probit(model(new).detach(), covariance)
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # rightly so: the script runs on
 def test_calibration() -> None:
     x, y = digits(500)
     x, y, new, labels = x[:200], y[:200], x[200:], y[200:]

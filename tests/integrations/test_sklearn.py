@@ -26,6 +26,8 @@ from laplace import Laplace
 from laplace.errors import InvalidArgument
 from laplace.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 
+pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # clean data, tuned by evidence
+
 ESTIMATORS = [LaplaceClassifier, LaplaceRegressor]
 FLOWERS, SPECIES = load_iris(return_X_y=True)
 PATIENTS, PROGRESS = load_diabetes(return_X_y=True)
