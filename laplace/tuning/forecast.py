@@ -46,8 +46,8 @@ _RESIDUAL = 0.2
 _STANDARD_ERRORS = 2.0
 """Of the difference between the losses, that it exceeds."""
 
-_NATS = 0.05
-"""That it exceeds as well: probabilities of what was observed that are 5 % smaller."""
+_NATS = 0.08
+"""Nats that it exceeds as well: a probability of what was observed that is 8 % smaller."""
 
 
 def warn_if_worse(tuned: tuple[Posterior, ...]) -> None:
@@ -57,7 +57,7 @@ def warn_if_worse(tuned: tuple[Posterior, ...]) -> None:
         tuned: The posteriors that were tuned; of several, a mixture's, nothing is forecast.
 
     Warns:
-        CalibrationWarning: On held-out data its loss is higher by 0.05 nats and two standard errors at least.
+        CalibrationWarning: On held-out data its loss is higher by 0.08 nats and two standard errors at least.
     """
     losses = held_out_losses(tuned[0]) if len(tuned) == 1 else None
     if losses is None:
