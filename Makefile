@@ -38,7 +38,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrained lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -117,6 +117,9 @@ $(VENV)/.docs-stamp: $(STAMP)
 benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick), beside laplace-torch where it is
 	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)
 	$(if $(wildcard $(PEER)/.stamp),PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS))
+
+benchmark-quality: $(READY)  ## Compare ways to get uncertainty, and write docs/which_method.md (ARGS= e.g. --pretrained, --quick)
+	PYTHONPATH=. $(PY) -m benchmarks.quality $(if $(findstring --quick,$(ARGS)),,--keep) $(ARGS)
 
 benchmark-peer: $(READY) $(PEER)/.stamp  ## The same work by laplace-torch and by this library in turn (ARGS= e.g. --quick)
 	PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS)

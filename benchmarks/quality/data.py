@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def cut(x: Array, y: Array, sizes: tuple[int, int, int], rng: np.random.Generato
         raise ValueError(f"{sizes} are more than the {len(x)} data there are")
     order = rng.permutation(len(x))
     ends = np.cumsum((0, *sizes))
-    return [(x[order[a:b]], y[order[a:b]]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(x[order[a:b]], y[order[a:b]]) for a, b in pairwise(ends)]
 
 
 def tensors(x: Array, y: Array) -> Pair:
@@ -153,10 +154,11 @@ def cover_types(seed: int, n_val: int = 200) -> Split:
     """Seven uneven classes of several clusters each, 10 numbers and 20 zeros or ones, like those of forest covers."""
     from sklearn.datasets import make_classification
 
-    x, y = make_classification(
+    made: Any = make_classification(
         1000 + n_val + 1000, 30, n_informative=12, n_redundant=6, n_classes=7, n_clusters_per_class=3, flip_y=0.05,
         weights=[0.36, 0.3, 0.1, 0.08, 0.07, 0.05], class_sep=1.5, random_state=seed,
     )  # fmt: skip
+    x, y = made
     x[:, 10:] = x[:, 10:] > 0
     return table(x, y, (1000, n_val, 1000), seed)
 
@@ -204,9 +206,7 @@ def images(
     def as_is(images: Tensor) -> Tensor:
         return images
 
-    train, val, test = (
-        (made(as_is, where, number), y[where]) for number, where in enumerate(places)
-    )
+    train, val, test = ((made(as_is, where, number), y[where]) for number, where in enumerate(places))
     shifts = {f"rotation {angle}": (made(lambda z: rotated(z, angle), places[2], 3), test[1]) for angle in (20, 40)}  # noqa: B023
     shifts["noise 0.3"] = (made(lambda z: noisy(z, 0.3, seed), places[2], 4), test[1])
     return Split(train, val, test, shifts, made(as_is, other, 5))

@@ -14,13 +14,17 @@ Made = Callable[[Split, float], nn.Module]
 """A network for the data, with this rate of dropout."""
 
 
-def mlp(split: Split, dropout: float = 0.0) -> nn.Module:
-    """Two hidden layers of 64 ReLU units."""
+def mlp(split: Split, dropout: float = 0.0, width: int = 64) -> nn.Module:
+    """Two hidden layers of ReLU units."""
     n_inputs = split.train[0].shape[1]
     drop = [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(
-        nn.Linear(n_inputs, 64), nn.ReLU(), *drop, nn.Linear(64, 64), nn.ReLU(), *drop, nn.Linear(64, split.n_outputs)
-    )
+    hidden = [nn.Linear(n_inputs, width), nn.ReLU(), *drop, nn.Linear(width, width), nn.ReLU(), *drop]
+    return nn.Sequential(*hidden, nn.Linear(width, split.n_outputs))
+
+
+def small_mlp(split: Split, dropout: float = 0.0) -> nn.Module:
+    """Two hidden layers of 32 ReLU units: few enough weights for their full covariance."""
+    return mlp(split, dropout, width=32)
 
 
 def cnn(split: Split, dropout: float = 0.0) -> nn.Module:

@@ -49,7 +49,7 @@ SETS: dict[str, Callable[[int], Split]] = {
     "imbalanced, 50": partial(data.imbalanced, n_val=50),
     "waveform, 40": partial(data.waveform, n_val=40),
 }
-POSTERIORS = (("last_layer", "kron"), ("all", "kron"))
+POSTERIORS: tuple[tuple[Any, Any], ...] = (("last_layer", "kron"), ("all", "kron"))
 SCALES = tuple(10.0 ** (power / 2) for power in range(-8, 1))
 """Scales c of the covariance."""
 MULTIPLES = tuple(10.0**power for power in range(-1, 4))
@@ -167,9 +167,10 @@ RULES: dict[str, Rule] = {
     "k = 0.5, at least 0.001 nats": bound(0.5, least=1e-3),
     "k = 1, at least 0.001 nats": bound(1.0, least=1e-3),
     "k = 7/√n, at least 0.001 nats": bound(0.0, 7.0, 1e-3),
+    "k = 0.5 + 4/√n, at least 0.001 nats": bound(0.5, 4.0, 1e-3),
     "k = 0.25 + 5/√n, at least 0.001 nats": bound(0.25, 5.0, 1e-3),
 }
-CHOSEN = "k = 0.25 + 5/√n, at least 0.001 nats"
+CHOSEN = "k = 0.5 + 4/√n, at least 0.001 nats"
 
 
 def judged(runs: Iterable[Run], rule: Rule) -> dict[str, float]:
@@ -215,6 +216,7 @@ def _job(given: tuple[str, int]) -> list[Run]:
 
 
 def main() -> None:
+    """Runs the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=N_SEEDS)
     parser.add_argument("--processes", type=int, default=2)
@@ -226,7 +228,8 @@ def main() -> None:
     found = summary(runs)
     for group, rules in found["groups"].items():
         for name, line in rules.items():
-            print(f"{group:14} {name:38} within {line['within']:.3f}  worst {line['worst']:.3f}  gain {line['gain']:.4f}")
+            figures = "  ".join(f"{key} {line[key]:.4f}" for key in ("within", "worst", "gain", "left"))
+            print(f"{group:14} {name:38} {figures}")
     if given.json:
         given.json.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", "utf-8")
 

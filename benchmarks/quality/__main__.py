@@ -1,0 +1,160 @@
+"""Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
+
+    python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--keep]
+
+`--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
+fine-tuned transformer of `benchmarks.quality.freesolv`. With `--keep` the results are kept in results.json, in place of
+those of the same rows, and docs/which_method.md is written anew. Every process has one thread.
+
+Nothing is chosen on test data, on shifted or on unseen inputs. The rule by which `la.calibrate` chooses was chosen on
+other seeds, see `benchmarks.quality.rules`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.quality import freesolv, page, targets
+from benchmarks.quality.methods import columns
+from benchmarks.quality.rows import ROWS, Row
+from benchmarks.quality.scores import losses, paired, scores
+from laplace.errors import LaplaceWarning
+
+N_SPLITS = 5
+QUICK = {"epochs": 3, "patience": 0}
+
+
+def measured(row: Row, seed: int) -> list[dict[str, Any]]:
+    """The columns of one row on one split: method, posterior, what was chosen, and scores.
+
+    `paired` is the mean difference of the negative log scores from those of the network, on the test data, and its
+    standard error; `shifts` has both, and the score itself, for each change of the test inputs.
+    """
+    split = row.split(seed)
+    network: dict[str, torch.Tensor] = {}
+    found = []
+    for column in columns(row, split, seed):
+        with torch.no_grad():
+            predicted = column.predict(split.test[0])
+            unseen = None if split.unseen is None else column.predict(split.unseen)
+            line: dict[str, Any] = {"method": column.method, "posterior": column.posterior, "chosen": column.chosen}
+            line |= scores(predicted, split.test[1], unseen)
+            lost = losses(predicted, split.test[1])
+            line["paired"] = paired(lost, network.setdefault("", lost))
+            line["shifts"] = {}
+            for name, (x, y) in split.shifts.items():
+                lost = losses(column.predict(x), y)
+                line["shifts"][name] = (float(lost.mean()), *paired(lost, network.setdefault(name, lost)))
+        found.append(line)
+    return found
+
+
+def _job(given: tuple[str, int, bool]) -> tuple[str, int, float, list[dict[str, Any]]]:
+    name, seed, quick = given
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", LaplaceWarning)  # the evidence's columns are shown as they are, without advice
+    start = time.process_time()
+    row = ROWS[name]
+    if quick:
+        row = replace(row, options={**row.options, **QUICK}, posteriors=row.posteriors[:2])
+    found = measured(row, seed)
+    return name, seed, time.process_time() - start, found
+
+
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Numbers with so many digits, in whatever holds them."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
+
+
+def run(names: list[str], *, quick: bool, processes: int) -> list[dict[str, Any]]:
+    """The rows of these names, with all columns on all splits; those whose data are not installed are left out."""
+    sizes = {name: found for name in names if (found := _sizes(ROWS[name]))}
+    names = list(sizes)
+    jobs = [(name, seed, quick) for name in names for seed in range(1 if quick else N_SPLITS)]
+    done: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in names}
+    seconds = dict.fromkeys(names, 0.0)
+    if processes > 1:
+        pool = multiprocessing.get_context("spawn").Pool(processes)
+        results = pool.imap_unordered(_job, jobs)
+    else:
+        pool, results = None, map(_job, jobs)
+    for name, seed, taken, found in results:
+        done[name][seed] = found
+        seconds[name] += taken
+        print(f"{name}, split {seed}: {taken:.1f} s", flush=True)
+    if pool is not None:
+        pool.close()
+        pool.join()
+    return [
+        {
+            "name": name,
+            "network": ROWS[name].network,
+            "sizes": sizes[name],
+            "seconds": seconds[name],
+            "splits": [done[name][seed] for seed in sorted(done[name])],
+        }
+        for name in names
+    ]
+
+
+def _sizes(row: Row) -> list[int]:
+    """Numbers of training, validation and test data; empty where a package is missing."""
+    try:
+        split = row.split(0)
+    except ImportError as error:
+        print(f"{row.name} is left out: {error}")
+        return []
+    return [len(part[0]) for part in (split.train, split.val, split.test)]
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one split, networks of a few epochs")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--processes", type=int, default=2, help="at a time, one thread each")
+    parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer")
+    parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
+    given = parser.parse_args()
+    if given.quick and given.keep:
+        parser.error("results of --quick are not kept")
+    found: dict[str, Any] = {
+        "where": f"{platform.system()} {platform.machine()}, torch {torch.__version__}",
+        "rows": run([name for name in ROWS if given.only in name], quick=given.quick, processes=given.processes),
+    }
+    if given.pretrained:
+        try:
+            found["freesolv"] = freesolv.run(quick=given.quick)
+        except ImportError as error:
+            print(f"{freesolv.NAME} is left out: {error}")
+    found = rounded(found)
+    if given.keep:
+        found = merged(found)
+        page.RESULTS.write_text(json.dumps(found, ensure_ascii=False, indent=0) + "\n", "utf-8")
+        page.main()
+    for line in targets.lines(found):
+        print(line)
+
+
+def merged(found: dict[str, Any]) -> dict[str, Any]:
+    """The results with those of other rows that were kept before."""
+    before = json.loads(page.RESULTS.read_text("utf-8")) if page.RESULTS.exists() else {"rows": []}
+    rows = {row["name"]: row for row in (*before["rows"], *found["rows"])}
+    return {**before, **found, "rows": [rows[name] for name in ROWS if name in rows]}
+
+
+if __name__ == "__main__":
+    main()

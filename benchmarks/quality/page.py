@@ -1,0 +1,296 @@
+"""Writes the tables of docs/which_method.md from the results beside this file: `python -m benchmarks.quality.page`."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality.methods import CALIBRATE, DROPOUT, ENSEMBLE, EVIDENCE, NETWORK, REFITS, TEMPERATURE
+from benchmarks.quality.targets import difference, is_classification, lines, mean_and_error, values
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "which_method.md"
+RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
+LAST = "last layer, kron"
+COLUMNS = {
+    "temperature scaling": (TEMPERATURE, ""),
+    "5 networks": (ENSEMBLE, ""),
+    "MC dropout": (DROPOUT, ""),
+    "default + evidence": (EVIDENCE, LAST),
+    "calibrate": (CALIBRATE, LAST),
+}
+"""Headings of the columns beside the network's, with method and posterior."""
+
+Row = dict[str, Any]
+Results = dict[str, Any]
+
+
+def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown whose first column is text and the others are numbers."""
+    heading = list(heading)
+    parts = [heading, ["---", *["--:"] * (len(heading) - 1)], *rows]
+    return "\n".join("| " + " | ".join(part) + " |" for part in parts)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number without the zero before the point."""
+    text = f"{value:.{digits}f}"
+    return re.sub(r"^(-?)0\.", r"\1.", text).replace("-", "−")
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """A difference, with its sign."""
+    return number(value, digits) if value < 0 else "+" + number(value, digits)
+
+
+def cell(row: Row, method: str, score: str, posterior: str, better: int = -1) -> str:
+    """A difference from the network with its standard error: bold if better by two of them, italic if worse."""
+    if not values(row, method, score, posterior):
+        return "–"
+    mean, error = difference(row, method, score, posterior)
+    text = f"{signed(mean)} ± {number(error)}"
+    if abs(mean) <= 2 * error or abs(mean) < 0.0005:  # which is shown as 0
+        return text
+    return f"**{text}**" if better * mean > 0 else f"*{text}*"
+
+
+def compared(rows: Iterable[Row], score: str, better: int = -1) -> str:
+    """The network's score, and the differences of the other columns."""
+    return table(
+        ["data", "network", *COLUMNS],
+        (
+            [row["name"], number(statistics.mean(values(row, NETWORK, score)))]
+            + [cell(row, method, score, posterior, better) for method, posterior in COLUMNS.values()]
+            for row in rows
+            if values(row, NETWORK, score)
+        ),
+    )
+
+
+def with_floor(row: Row) -> Row:
+    """The row with the calibration error above its floor as a score."""
+    splits = [[line | {"excess": line["ece"] - line["ece_floor"]} for line in split] for split in row["splits"]]
+    return row | {"splits": splits}
+
+
+def shifted(row: Row) -> Iterator[Row]:
+    """A row for every change of the test inputs."""
+    for name in row["splits"][0][0]["shifts"]:
+        splits = [[line | {"nll": line["shifts"][name][0]} for line in split] for split in row["splits"]]
+        yield row | {"name": f"{row['name']}, {name}", "splits": splits}
+
+
+def overview(rows: list[Row]) -> str:
+    """Means over the rows, and on how many of them a method differs from the network by two standard errors."""
+    changed = [part for row in rows for part in shifted(row)]
+
+    def counts(method: str, posterior: str) -> str:
+        found = [difference(row, method, "nll", posterior) for row in rows if values(row, method, "nll", posterior)]
+        clear = [mean for mean, error in found if abs(mean) > 2 * error and abs(mean) >= 0.0005]
+        better, worse = sum(mean < 0 for mean in clear), sum(mean > 0 for mean in clear)
+        return f"{better}, {worse}"
+
+    def mean(parts: list[Row], method: str, score: str, posterior: str) -> str:
+        found = [difference(row, method, score, posterior)[0] for row in parts if values(row, method, score, posterior)]
+        return signed(statistics.mean(found)) if found else "–"
+
+    def line(heading: str, method: str, posterior: str) -> list[str]:
+        floors = [with_floor(row) for row in rows]
+        return [
+            heading,
+            mean(rows, method, "nll", posterior),
+            counts(method, posterior),
+            mean(rows, method, "brier", posterior),
+            mean(floors, method, "excess", posterior),
+            mean(rows, method, "aurc", posterior),
+            mean(changed, method, "nll", posterior),
+            mean(rows, method, "auroc", posterior),
+        ]
+
+    return table(
+        ["", "NLL", "rows better, worse", "Brier", "ECE − floor", "AURC", "NLL under shift", "AUROC of unseen"],
+        (line(heading, method, posterior) for heading, (method, posterior) in COLUMNS.items()),
+    )
+
+
+def posteriors(rows: list[Row], score: str = "nll") -> str:
+    """Differences of the evidence's and of the calibrated posterior, for every choice of weights and structure."""
+    names = sorted({line["posterior"] for row in rows for line in row["splits"][0]} - {""}, reverse=True)
+    names.sort(key=lambda name: (name != LAST, "full" in name, name))
+    return table(
+        ["data", *(f"{name}: {method}" for name in names for method in ("evidence", "calibrate"))],
+        (
+            [row["name"], *(cell(row, method, score, name) for name in names for method in (EVIDENCE, CALIBRATE))]
+            for row in rows
+        ),
+    )
+
+
+def setting(rows: list[Row]) -> str:
+    """Networks and numbers of data."""
+    return table(
+        ["data", "network", "training", "validation", "test"],
+        ([row["name"], row["network"], *map(str, row["sizes"])] for row in rows),
+    )
+
+
+def heads(rows: list[Row]) -> str:
+    """The frozen network, for every weight decay of its new head."""
+    methods = {
+        "temperature scaling": (TEMPERATURE, ""),
+        "default + evidence": (EVIDENCE, LAST),
+        "calibrate": (CALIBRATE, LAST),
+        "calibrate, no validation data": (REFITS, LAST),
+    }
+    scores = ("nll", "ece", "auroc")
+
+    def cells(row: Row, method: str, posterior: str) -> str:
+        return ", ".join(signed(difference(row, method, score, posterior)[0]) for score in scores)
+
+    return table(
+        ["weight decay", "network", *methods],
+        (
+            [row["name"].rsplit(" ", 1)[1]]
+            + [", ".join(number(statistics.mean(values(row, NETWORK, score))) for score in scores)]
+            + [cells(row, method, posterior) for method, posterior in methods.values()]
+            for row in rows
+            if values(row, REFITS, "nll")
+        ),
+    )
+
+
+def regression(rows: list[Row], score: str) -> str:
+    """A score of regressions: coverage as it is, others as differences from the network."""
+    names = {
+        "5 networks": (ENSEMBLE, ""),
+        "MC dropout": (DROPOUT, ""),
+        "default + evidence": (EVIDENCE, LAST),
+        "calibrate": (CALIBRATE, LAST),
+        "all weights, kron: evidence": (EVIDENCE, "all weights, kron"),
+        "all weights, kron: calibrate": (CALIBRATE, "all weights, kron"),
+    }
+
+    def shown(row: Row, method: str, posterior: str) -> str:
+        if score != "coverage":
+            return cell(row, method, score, posterior)
+        mean, error = mean_and_error(values(row, method, score, posterior))
+        text = f"{number(mean)} ± {number(error)}"
+        return f"*{text}*" if abs(mean - 0.9) > 2 * error else text
+
+    def network(row: Row) -> str:
+        return shown(row, NETWORK, "") if score == "coverage" else number(statistics.mean(values(row, NETWORK, score)))
+
+    return table(
+        ["data", "network", *names],
+        (
+            [row["name"], network(row), *(shown(row, method, posterior) for method, posterior in names.values())]
+            for row in rows
+        ),
+    )
+
+
+def freesolv(row: Row | None) -> str:
+    """The fine-tuned transformer."""
+    if row is None:
+        return "Not run: it needs the packages of `make pretrained`."
+    found = {"network, noise of the validation data": NETWORK, "default + evidence": EVIDENCE, "calibrate": CALIBRATE}
+    scores = ("nll", "crps", "coverage", "rmse")
+
+    def shown(method: str, score: str) -> str:
+        mean, error = mean_and_error(values(row, method, score))
+        if score == "nll" and method != NETWORK:
+            gain, paired = difference(row, method, score)
+            return f"{number(mean)} ({signed(gain)} ± {number(paired)})"
+        return f"{number(mean)} ± {number(error)}"
+
+    return table(
+        [f"{row['name']}, {len(row['splits'])} seeds", "NLL", "CRPS", "coverage of 90 %", "RMSE"],
+        ([name, *(shown(method, score) for score in scores)] for name, method in found.items()),
+    )
+
+
+def rules(study: dict[str, Any]) -> str:
+    """The study of rules."""
+    groups = study["groups"]
+    heading = ["rule"]
+    for group, found in groups.items():
+        heading += [f"{group} data ({next(iter(found.values()))['runs']} runs): within", "worst", "gain"]
+    names = list(next(iter(groups.values())))
+    return table(
+        heading,
+        (
+            [f"**{name}**" if name == study["chosen"] else name]
+            + [
+                text
+                for found in groups.values()
+                for text in (
+                    number(found[name]["within"]),
+                    f"{found[name]['worst']:.3f}",
+                    number(found[name]["gain"], 4),
+                )
+            ]
+            for name in names
+        ),
+    )
+
+
+def cost(results: Results) -> str:
+    """Where it ran and how long it took."""
+    minutes = sum(row["seconds"] for row in results["rows"]) / 60
+    text = f"{results['where']}, one thread: {minutes:.0f} minutes of processor time in two processes"
+    if (row := results.get("freesolv")) is not None:
+        text += f", and {row['seconds'] / 60:.0f} for {row['name']} besides its training"
+    return text + "."
+
+
+def blocks(results: Results, study: dict[str, Any]) -> dict[str, str]:
+    """What the script writes, by the name of its place in the page."""
+    kinds: tuple[list[Row], list[Row]] = ([], [])
+    for row in results["rows"]:
+        kinds[not is_classification(row)].append(row)
+    classes, targets = kinds
+    return {
+        "run": cost(results),
+        "overview": overview(classes),
+        "setting": setting([*classes, *targets]),
+        "heads": heads(classes),
+        "nll": compared(classes, "nll"),
+        "shifts": compared([part for row in classes for part in shifted(row)], "nll"),
+        "auroc": compared(classes, "auroc", better=1),
+        "brier": compared(classes, "brier"),
+        "ece": compared([with_floor(row) for row in classes], "excess"),
+        "aurc": compared(classes, "aurc"),
+        "posteriors": posteriors(classes),
+        **{f"regression {score}": regression(targets, score) for score in ("nll", "coverage", "crps", "rmse")},
+        "freesolv": freesolv(results.get("freesolv")),
+        "targets": "```text\n" + "\n".join(lines(results)) + "\n```",
+        "rules": rules(study),
+    }
+
+
+def written(page: str, found: dict[str, str]) -> str:
+    """The page with every block between its marks, `<!-- NAME -->` and `<!-- end -->`."""
+    names: list[str] = []
+
+    def filled(match: re.Match[str]) -> str:
+        names.append(match[1])
+        return f"<!-- {match[1]} -->\n\n{found[match[1]]}\n\n<!-- end -->"
+
+    text = re.sub(r"<!-- ((?!end)[\w ]+) -->.*?<!-- end -->", filled, page, flags=re.DOTALL)
+    if sorted(names) != sorted(found):
+        raise ValueError(f"places of the page: {sorted(names)}; blocks: {sorted(found)}")
+    return text
+
+
+def main() -> None:
+    """Writes the page."""
+    results, study = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES))
+    PAGE.write_text(written(PAGE.read_text("utf-8"), blocks(results, study)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

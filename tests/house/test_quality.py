@@ -1,0 +1,109 @@
+"""The comparison of uncertainty methods: one row run small, and a page that says what the results say."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import data, methods, page, rules, scores, targets
+from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
+from laplace.tuning import calibrate
+
+
+def kept(path: Any) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[dict[str, Any]]:
+    pytest.importorskip("sklearn")
+    return quality.run(["iris", "sine with a gap"], quick=True, processes=1)
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    text = page.PAGE.read_text("utf-8")
+    assert page.written(text, page.blocks(kept(page.RESULTS), kept(page.RULES))) == text
+
+
+def test_results_are_of_all_rows() -> None:
+    rows = kept(page.RESULTS)["rows"]
+    assert [row["name"] for row in rows] == list(ROWS)
+    assert {len(row["splits"]) for row in rows} == {quality.N_SPLITS}
+    assert len(CLASSIFICATION) >= 12 and len(REGRESSION) >= 6
+
+
+def test_one_row_of_each_kind(quick: list[dict[str, Any]]) -> None:
+    for row, columns in zip(quick, (8, 7), strict=True):
+        (split,) = row["splits"]
+        assert len(split) == columns
+        assert all(math.isfinite(line["nll"]) for line in split)
+        assert targets.column(split, methods.NETWORK)["paired"] == (0.0, 0.0)  # type: ignore[index]
+    assert set(quick[0]["splits"][0][0]["shifts"]) == {"noise 0.5", "noise 1"}
+
+
+def test_quick_rows_make_a_table(quick: list[dict[str, Any]]) -> None:
+    line = page.compared(quick[:1], "nll").splitlines()[-1]
+    assert line.startswith("| iris | ") and line.count(" ± .000") == len(page.COLUMNS)
+    assert len(targets.targets({"rows": quick})) == 10
+
+
+def test_splits_do_not_overlap_and_are_repeatable() -> None:
+    pytest.importorskip("sklearn")
+    one, same, other = data.wine(0), data.wine(0), data.wine(1)
+    assert torch.equal(one.train[0], same.train[0]) and not torch.equal(one.train[0], other.train[0])
+    rows = [tuple(row) for part in (one.train, one.val, one.test) for row in part[0].tolist()]
+    assert len(set(rows)) == len(rows) == 178
+
+
+def test_turned_images() -> None:
+    image = torch.rand(2, 1, 8, 8)
+    assert torch.allclose(data.rotated(image, 0.0), image, atol=1e-6)
+    assert torch.allclose(data.rotated(image, 90.0), image.rot90(1, (2, 3)), atol=1e-5)
+
+
+def test_scores_by_hand() -> None:
+    probs, y = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([0, 1])
+    assert scores.scores(probs, y)["nll"] == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
+    mean, variance, target = torch.zeros(4, 1), torch.ones(4, 1), torch.tensor([[0.0], [1.6], [-1.7], [2.0]])
+    assert scores.scores((mean, variance), target)["coverage"] == 0.5
+    assert scores.paired(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 0.0])) == (2.0, pytest.approx(1.0))
+
+
+def test_temperature_is_the_best() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2000, 3)
+    y = torch.distributions.Categorical(logits=logits / 3).sample()
+    assert methods.best_temperature(torch.nn.Identity(), (logits, y)) == pytest.approx(3.0, rel=0.15)
+
+
+def test_one_datum_alone_does_not_decide() -> None:
+    losses = np.zeros((2, 30))
+    losses[0, 0] = -9.0  # one of 30 data speaks for the candidate, strongly
+    assert rules.bound(0.5)(losses) == 0
+    assert rules.bound(1.0, least=1e-3)(losses) == rules.RULES[rules.CHOSEN](losses) == 1
+
+
+def test_a_candidate_that_is_better_on_most_data_is_chosen() -> None:
+    losses = np.stack([np.linspace(-0.3, 0.1, 50), np.linspace(-0.2, 0.1, 50), np.zeros(50)])
+    assert rules.RULES[rules.CHOSEN](losses) == 0
+
+
+def test_the_rule_of_the_study_is_that_of_the_library() -> None:
+    assert [calibrate.caution(n) for n in (25, 100)] == pytest.approx([0.5 + 4 / 5, 0.5 + 4 / 10])
+    assert calibrate.LEAST_GAIN == 0.001
+    assert rules.CHOSEN == "k = 0.5 + 4/√n, at least 0.001 nats"
+    grid = calibrate.CalibrationGrid()
+    assert (grid.factors, grid.scales) == (pytest.approx(rules.MULTIPLES), pytest.approx(rules.SCALES))
+
+
+def test_the_rule_is_safe_where_half_a_standard_error_is_not() -> None:
+    many, few = kept(page.RULES)["groups"].values()
+    for found in (many, few):
+        assert found[rules.CHOSEN]["within"] >= 0.97 and found[rules.CHOSEN]["worst"] < 1.02
+        assert found["k = 0.5"]["within"] < 0.95 and found["k = 0.5"]["worst"] > 1.06
