@@ -80,21 +80,34 @@ class ParameterSlice:
         """The random entries as rows × columns, or None for all."""
         return None if self.entries is None else Selection.of(self.entries, self.shape)
 
+    def on(self, device: torch.device) -> ParameterSlice:
+        """The same entries, with indices on a device: these are copied there once, and kept."""
+        if self.entries is None or self.entries.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = ParameterSlice(self.name, self.shape, self.entries.to(device))
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, ParameterSlice]:
+        return {}
+
     def take(self, tensor: Tensor) -> Tensor:
         """Random entries `[p]` of a tensor of this slot's shape."""
-        flat = tensor.reshape(-1)
-        return flat if self.entries is None else flat[self.entries.to(flat.device)]
+        flat, entries = tensor.reshape(-1), self.on(tensor.device).entries
+        return flat if entries is None else flat[entries]
 
     def take_rows(self, tensors: Tensor) -> Tensor:
         """Random entries `[R, p]` of tensors `[R, *shape]`."""
-        flat = tensors.reshape(len(tensors), -1)
-        return flat if self.entries is None else flat[:, self.entries.to(flat.device)]
+        flat, entries = tensors.reshape(len(tensors), -1), self.on(tensors.device).entries
+        return flat if entries is None else flat[:, entries]
 
     def place(self, values: Tensor) -> Tensor:
         """Entries `[R, p]` at their places in flat tensors of this slot's shape, `[R, numel]`; zero elsewhere."""
-        if self.entries is None:
+        entries = self.on(values.device).entries
+        if entries is None:
             return values
-        return values.new_zeros(len(values), self.shape.numel()).index_copy(1, self.entries.to(values.device), values)
+        return values.new_zeros(len(values), self.shape.numel()).index_copy(1, entries, values)
 
 
 @dataclass(frozen=True)
@@ -215,9 +228,9 @@ class Problem:
         for slot, values in zip(self.slots, thetas.split(self.layout.sizes, 1), strict=True):
             whole = _plain(self.tensor(slot.name))
             values = values.to(whole.dtype)
-            if slot.entries is not None:
-                rows = whole.reshape(1, -1).expand(len(thetas), -1)
-                values = rows.index_copy(1, slot.entries.to(whole.device), values)
+            entries = slot.on(whole.device).entries
+            if entries is not None:
+                values = whole.reshape(1, -1).expand(len(thetas), -1).index_copy(1, entries, values)
             tensors[slot.name] = values.view(len(thetas), *slot.shape)
         return tensors
 

@@ -155,7 +155,10 @@ def block_of(
         own = _of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory)
         blocks.append(own.at_places(use.axis.present) if isinstance(use.axis, RoutedRows) else own)
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
-    selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
+    random = problem.slots[slot]
+    if random.entries is not None:
+        random = random.on(problem.device)
+    selection, entries = random.selection, random.entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)
 
 

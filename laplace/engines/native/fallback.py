@@ -61,9 +61,9 @@ def per_sample(
             )
     blocks: list[Tensor] = []
     for i, whole in zip(slots, derivatives, strict=True):
-        entries = problem.slots[i].entries
+        entries = problem.slots[i].on(whole.device).entries
         flat = whole.reshape(*whole.shape[:2], -1)
-        blocks.append(flat if entries is None else flat[..., entries.to(flat.device)])
+        blocks.append(flat if entries is None else flat[..., entries])
     return blocks if create_graph else [block.detach() for block in blocks]
 
 
