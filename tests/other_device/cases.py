@@ -1,0 +1,421 @@
+"""Everything that runs on a second device and on the CPU, to be compared: a script that prints one line of JSON.
+
+Of every case: what is wrong with it, nothing if the second device gave the CPU's numbers; and of fits and predictions how
+often the host waited for the device, and copied between the two.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import laplace
+from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training
+from laplace.errors import LaplaceError
+from laplace.structures import STRUCTURES
+from tests import grid
+from tests.other_device import device as other
+
+Values = list[Any]
+"""Tensors and numbers that have to be equal on both devices."""
+Run = Callable[[str], Values]
+
+CASES: dict[str, Run] = {}
+"""What is computed on a device, by name."""
+READINGS = {"ekfac": 2, "lowrank": 4, "lowrank_kron": 2}
+"""How often a fit reads the data, where that is more than once."""
+COUNTED = [("classification", w, s) for s in STRUCTURES for w in grid.WEIGHTS]
+COUNTED += [(likelihood, "all", "diag") for likelihood in grid.LIKELIHOODS if likelihood != "classification"]
+"""Fits and predictions whose reads and copies are counted."""
+
+
+def moved(value: Any, device: str) -> Any:
+    """Tensors in lists and tuples, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(moved(x, device) for x in value) if isinstance(value, list | tuple) else value
+
+
+def seeded(device: str) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(3)
+
+
+def data(likelihood: str, device: str, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return moved(grid.batches(likelihood, seed=seed), device)
+
+
+def made(device: str, weights: str, structure: str, likelihood: str = "classification", **options: Any) -> Any:
+    return grid.make(weights, structure, likelihood, grid.network(likelihood).to(device), **options)
+
+
+def fitted(device: str, weights: str, structure: str, likelihood: str = "classification", **options: Any) -> Any:
+    la = made(device, weights, structure, likelihood, **options)
+    la.fit(data(likelihood, device))
+    return la
+
+
+def flat(value: Any) -> Values:
+    return [part for x in value for part in flat(x)] if isinstance(value, list | tuple) else [value]
+
+
+def case(name: str) -> Callable[[Run], Run]:
+    def add(run: Run) -> Run:
+        CASES[name] = run
+        return run
+
+    return add
+
+
+# The grid.
+
+
+def cell(likelihood: str, weights: str, structure: str) -> Run:
+    """A fit, its evidence with gradients, and predictions of both kinds."""
+
+    def run(device: str) -> Values:
+        la = fitted(device, weights, structure, likelihood, prior_precision=0.7)
+        x = data(likelihood, device)[0][0]
+        delta = torch.tensor([0.9], device=device, requires_grad=True)
+        evidence = la.log_marginal_likelihood(delta)
+        values = [*flat(la(x)), evidence.detach(), *torch.autograd.grad(evidence, [delta])]
+        values += flat(la(x, pred_type="nn", link_approx="mc", n_samples=3, generator=seeded(device)))
+        values += [
+            la.sample(2, generator=seeded(device)),
+            la.predictive_samples(x, n_samples=2, generator=seeded(device)),
+        ]
+        return values
+
+    return run
+
+
+for likelihood in grid.LIKELIHOODS:
+    for weights in grid.WEIGHTS:
+        for structure in STRUCTURES:
+            CASES[f"{likelihood}, {weights}, {structure}"] = cell(likelihood, weights, structure)
+
+
+# Families of posteriors over functions, mixtures.
+
+
+def gp(family: str, weights: str, likelihood: str) -> Run:
+    def run(device: str) -> Values:
+        sizes = {
+            "sod": {"n_subset": 8},
+            "nystrom": {"subsample_size": 8, "n_eigenvalues": 4},
+            "variational": {"num_inducing": 4},
+        }
+        options: dict[str, Any] = sizes[family] | ({"inducing_locations": "random"} if family == "variational" else {})
+        la = Laplace(
+            grid.network(likelihood).to(device), likelihood, weights, "gp", functional_approximation=family, **options
+        )
+        la.fit(data(likelihood, device), **({"iterations": 3} if family == "variational" else {}))
+        x = data(likelihood, device, 5)[0][0]
+        values = [*flat(la(x)), la.log_marginal_likelihood()]
+        return values + [la.functional_samples(x, n_samples=2, generator=seeded(device))]
+
+    return run
+
+
+for family in ("sod", "nystrom", "variational"):
+    for weights in ("all", "last_layer"):
+        for likelihood in ("regression", "classification"):
+            CASES[f"gp {family}, {weights}, {likelihood}"] = gp(family, weights, likelihood)
+
+
+def mixture(device: str) -> MixtureLaplace:
+    parts = [made(device, *cell) for cell in [("all", "kron"), ("last_layer", "full"), ("all", "diag")]]
+    return MixtureLaplace(parts, weights="evidence")
+
+
+@case("mixture")
+def _mixture(device: str) -> Values:
+    la = mixture(device)
+    la.fit(data("classification", device))
+    x, _ = data("classification", device, 5)[0]
+    values = [la(x), la(x, pred_type="nn", n_samples=3, generator=seeded(device)), la.log_marginal_likelihood()]
+    la.calibrate(data("classification", device, 5), generator=seeded(device))
+    return [*values, la(x), la.predict(x).entropy]
+
+
+# States.
+
+
+@case("states")
+def _states(device: str) -> Values:
+    values: Values = []
+    for weights, structure in grid.CELLS:
+        la = fitted(device, weights, structure, prior_precision=0.7)
+        x = data("classification", device)[0][0]
+        file = io.BytesIO()
+        torch.save(moved_state(la.state_dict(), "cpu"), file)
+        file.seek(0)
+        again = made(device, weights, structure)
+        again.load_state_dict(torch.load(file, weights_only=False))
+        values += [la(x), again(x)]
+    return values
+
+
+def moved_state(value: Any, device: str) -> Any:
+    if isinstance(value, dict):
+        return type(value)((key, moved_state(x, device)) for key, x in value.items())
+    return type(value)(moved_state(x, device) for x in value) if type(value) in (list, tuple) else moved(value, device)
+
+
+@case("one file")
+def _one_file(device: str) -> Values:
+    values: Values = []
+    with tempfile.TemporaryDirectory() as folder:
+        for weights, structure in grid.CELLS:
+            la = fitted(device, weights, structure, prior_precision=0.7)
+            x = data("classification", device)[0][0]
+            la.save(Path(folder) / "la.safetensors")
+            again = laplace.load(Path(folder) / "la.safetensors", grid.network().to(device))
+            values += [la(x), again(x)]
+    return values
+
+
+@case("moved")
+def _moved(device: str) -> Values:
+    values: Values = []
+    for weights, structure in grid.CELLS:
+        la = fitted("cpu", weights, structure, prior_precision=0.7)
+        la.to(device)
+        x = data("classification", device)[0][0]
+        values += [la(x), la.log_marginal_likelihood()]
+        la.fit(data("classification", device), override=False)
+        values += [la(x)]
+    return values
+
+
+# Data and generators of the host, as loaders have them.
+
+
+@case("data of the host")
+def _host_data(device: str) -> Values:
+    values: Values = []
+    for weights, structure in grid.CELLS:
+        la = made(device, weights, structure)
+        la.fit(data("classification", "cpu"))
+        values += [la(data("classification", device)[0][0])]
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=data("classification", "cpu", 5), grid_size=3, pred_type="glm"
+        )
+        values += [la.prior_precision]
+    return values
+
+
+@case("a generator of the host")
+def _host_generator(device: str) -> Values:
+    la = fitted(device, "all", "kron")
+    x = data("classification", device)[0][0]
+    values = [la.sample(2, generator=seeded("cpu")), la(x, link_approx="mc", generator=seeded("cpu"))]
+    return [*values, la(x, pred_type="nn", link_approx="mc", n_samples=3, generator=seeded("cpu"))]
+
+
+# Tuning, calibration, comparison, training, refinement.
+
+
+@case("tuning")
+def _tuning(device: str) -> Values:
+    values: Values = []
+    for likelihood in ("classification", "regression"):
+        for weights, structure in [("all", "kron"), ("last_layer", "full"), ("subnetwork", "diag")]:
+            la = fitted(device, weights, structure, likelihood)
+            la.optimize_prior_precision(n_steps=3, prior_structure="layerwise" if weights == "all" else "scalar")
+            values += [la.prior_precision]
+            la.optimize_prior_precision(
+                method="gridsearch", val_loader=data(likelihood, device, 5), grid_size=4, pred_type="glm"
+            )
+            values += [la.prior_precision]
+    return values
+
+
+@case("calibrate and compare")
+def _calibrate(device: str) -> Values:
+    values: Values = []
+    cells = [
+        ("classification", "last_layer", "full"),
+        ("regression", "all", "kron"),
+        ("bernoulli", "subnetwork", "diag"),
+    ]
+    for likelihood, weights, structure in cells:
+        la = fitted(device, weights, structure, likelihood)
+        held_out = data(likelihood, device, 5)
+        record = la.calibrate(held_out, generator=seeded(device))
+        values += [record.scale, record.prior_precision, *flat(la(held_out[0][0]))]
+        table = la.compare(data(likelihood, device, 6), generator=seeded(device))
+        values += [number for row in table.rows.values() for number in (row.network, row.posterior, row.difference)]
+    return values
+
+
+@case("calibration by folds")
+def _folds(device: str) -> Values:
+    la = fitted(device, "last_layer", "diag")
+    record = la.calibrate(train_loader=data("classification", device), folds=2, generator=seeded(device))
+    return [record.scale, record.prior_precision, la(data("classification", device)[0][0])]
+
+
+@case("online training")
+def _online(device: str) -> Values:
+    values: Values = []
+    for likelihood in ("classification", "regression"):
+        for structure in ("diag", "kron", "full"):
+            model = grid.network(likelihood).to(device)
+            la, *_ = marglik_training(
+                model, data(likelihood, device), likelihood, structure, n_epochs=2, n_hypersteps=2
+            )
+            values += [la.prior_precision, la.sigma_noise, *flat(la(data(likelihood, device)[0][0]))]
+    return values
+
+
+@case("refinement")
+def _refinement(device: str) -> Values:
+    values: Values = []
+    for structure, method in [("full", "map"), ("kron", "variational")]:
+        la = fitted(device, "last_layer", structure)
+        la.refine(data("classification", device), method, max_steps=2)
+        values += [la(data("classification", device)[0][0]), la.log_marginal_likelihood()]
+    gp = FunctionalLaplace(grid.network().to(device), "classification", n_subset=8)
+    gp.fit(data("classification", device))
+    gp.refine(data("classification", device), max_steps=3)
+    return [*values, gp(data("classification", device)[0][0])]
+
+
+# Networks with other layers.
+
+
+class Encoder(nn.Module):
+    """Embedding, attention, norms and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(x)).mean(1))
+
+
+def images() -> nn.Module:
+    layers = (nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1, stride=2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
+
+
+def layers(make: Callable[[], nn.Module], structure: str, weights: str) -> Run:
+    def run(device: str) -> Values:
+        torch.manual_seed(0)
+        model = make().eval().to(device)
+        x = torch.randint(7, (6, 5)) if make is Encoder else torch.randn(6, 2, 4, 4)
+        la = Laplace(model, "classification", weights, structure)
+        la.fit(moved([(x, torch.arange(6) % 3)], device))
+        x = x.to(device)
+        return [la(x), la.log_marginal_likelihood(), la(x, pred_type="nn", n_samples=2, generator=seeded(device))]
+
+    return run
+
+
+for make in (Encoder, images):
+    for structure in ("full", "diag", "kron", "ekfac", "lowrank_kron"):
+        CASES[f"{make.__name__.lower()}, all, {structure}"] = layers(make, structure, "all")
+    CASES[f"{make.__name__.lower()}, last_layer, kron"] = layers(make, "kron", "last_layer")
+
+
+# Comparing and counting.
+
+
+def outcome(run: Run, device: str) -> Values | str:
+    """What a run gives, or the refusal or error that ends it."""
+    torch.manual_seed(0)
+    try:
+        return run(device)
+    except LaplaceError as error:
+        return f"refused: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:600]
+
+
+def difference(found: Values | str, expected: Values | str) -> str:
+    """What is wrong with the numbers of the second device; nothing if they are right."""
+    if isinstance(found, str) or isinstance(expected, str):
+        return "" if found == expected and found.startswith("refused") else f"{found!s:.600} (cpu: {expected!s:.200})"
+    if len(found) != len(expected):
+        return f"{len(found)} values instead of {len(expected)}"
+    for place, (one, truth) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(one, Tensor) and not isinstance(one, other.OtherTensor):
+            return f"value {place} lies on {one.device}"
+        if not torch.allclose(torch.as_tensor(one).cpu(), torch.as_tensor(truth), 1e-5, 1e-7, equal_nan=True):
+            return f"value {place} is {one}, not {truth}"
+    return ""
+
+
+def counts(likelihood: str, weights: str, structure: str) -> dict[str, dict[str, int]]:
+    """Reads and copies of three batches of a fit, and of a prediction by either kind."""
+
+    def fit(n_batches: int) -> tuple[Any, Counter[str]]:
+        la = made(other.NAME, weights, structure, likelihood)
+        other.SEEN.clear()
+        la.fit(data(likelihood, other.NAME)[:1] * n_batches)
+        return la, other.SEEN.copy()
+
+    (_, few), (la, many) = fit(2), fit(5)
+    seen = {"fit": many - few}
+    x = data(likelihood, other.NAME)[0][0]
+    for name, options in {"glm": {}, "nn": {"pred_type": "nn", "link_approx": "mc", "n_samples": 3}}.items():
+        la(x, **options)  # what is computed once per posterior
+        other.SEEN.clear()
+        la(x, **options)
+        seen[name] = other.SEEN.copy()
+    return {name: dict(counted) for name, counted in seen.items()}
+
+
+def refusals() -> dict[str, Any]:
+    """What the device accepts and should not, and what it counts of a few operations."""
+    there, here = torch.ones(3, device=other.NAME), torch.ones(3)
+    mixed: dict[str, Callable[[], Any]] = {
+        "a sum": lambda: there + here,
+        "a product": lambda: torch.outer(here, there),
+        "a concatenation": lambda: torch.cat([there, here]),
+        "a number in a product of matrices": lambda: torch.stack([there.sum(), here.sum()]),
+        "in place": lambda: here.add_(there),
+        "a generator of the host": lambda: torch.randn(3, device=other.NAME, generator=torch.Generator()),
+        "an array": lambda: there.numpy(),
+    }
+    accepted: list[str] = []
+    for name, run in mixed.items():
+        try:
+            run()
+        except (RuntimeError, TypeError):
+            continue
+        accepted.append(name)
+    other.SEEN.clear()
+    there = torch.tensor([1.0, 2.0], device=other.NAME) + torch.ones(2).to(other.NAME)
+    (there[[0]] * torch.tensor(2.0)).cpu()  # numbers of the host are none of the copies
+    bool(there.sum() > 1)
+    return {"accepted": accepted, "seen": dict(other.SEEN)}
+
+
+def main(what: str) -> None:
+    """Prints one of the reports: of the device itself, of numbers, or of counts."""
+    other.set_up()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if what == "numbers":
+        found = {name: difference(outcome(run, other.NAME), outcome(run, "cpu")) for name, run in CASES.items()}
+    else:
+        found = refusals() if what == "device" else {", ".join(key): counts(*key) for key in COUNTED}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,64 @@
+"""A second device gives the CPU's numbers, and is waited for no more often than it has to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laplace.structures import STRUCTURES
+from tests.other_device import cases, device
+
+pytestmark = pytest.mark.skipif(not device.is_supported(), reason="this PyTorch lets no device be registered in Python")
+
+
+def report(what: str) -> dict[str, Any]:
+    """What one process found: a device that is registered stays, so that it is none of the tests' own."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.other_device.cases", what]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_device_refuses_what_an_accelerator_refuses() -> None:
+    found = report("device")
+    assert not found["accepted"] and found["seen"] == {"to the device": 3, "to the host": 1, "_local_scalar_dense": 1}
+
+
+def test_every_case_has_the_numbers_of_the_cpu() -> None:
+    found = report("numbers")
+    assert list(found) == list(cases.CASES)
+    wrong = {name: error for name, error in found.items() if error}
+    assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
+
+
+def bounds(name: str) -> dict[str, dict[str, int]]:
+    """The largest counts that are expected, of three batches of a fit and of one prediction of each kind."""
+    structure = name.split(", ")[-1]
+    readings = cases.READINGS[structure] if structure in cases.READINGS else 1
+    assert readings == 1 or STRUCTURES[structure].n_passes > 1
+    return {
+        "fit": {"to the host": 3 * readings, "to the device": 20 if structure == "lowrank_kron" else 4},
+        # Variances of this structure are computed anew where they cancel, which has to be asked.
+        "glm": {"to the host": 2 if structure == "lowrank_kron" else 1},
+        "nn": {"to the host": 1},
+    }
+
+
+def test_reads_and_copies_are_few() -> None:
+    found = report("counts")
+    wrong = [
+        f"{name}: {part}: {what}: {count} times, {bounds(name)[part].get(what, 0)} expected at most"
+        for name, parts in found.items()
+        for part, counted in parts.items()
+        for what, count in counted.items()
+        if count > bounds(name)[part].get(what, 0)
+    ]
+    assert len(found) == len(cases.COUNTED)
+    assert not wrong, "\n".join(wrong)
