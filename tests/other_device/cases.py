@@ -1,7 +1,7 @@
 """Everything that runs on a second device and on the CPU, to be compared: a script that prints one line of JSON.
 
-Of every case: what is wrong with it, nothing if the second device gave the CPU's numbers; and of fits and predictions how
-often the host waited for the device, and copied between the two.
+Of every case: what is wrong with it, nothing if the second device gave the CPU's numbers; and of fits and predictions
+how often the host waited for the device, and copied between the two.
 """
 
 from __future__ import annotations
@@ -107,26 +107,26 @@ for likelihood in grid.LIKELIHOODS:
 # Families of posteriors over functions, mixtures.
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "sod": {"n_subset": 8},
+    "nystrom": {"subsample_size": 8, "n_eigenvalues": 4},
+    "variational": {"num_inducing": 4, "inducing_locations": "random"},
+}
+
+
 def gp(family: str, weights: str, likelihood: str) -> Run:
     def run(device: str) -> Values:
-        sizes = {
-            "sod": {"n_subset": 8},
-            "nystrom": {"subsample_size": 8, "n_eigenvalues": 4},
-            "variational": {"num_inducing": 4},
-        }
-        options: dict[str, Any] = sizes[family] | ({"inducing_locations": "random"} if family == "variational" else {})
-        la = Laplace(
-            grid.network(likelihood).to(device), likelihood, weights, "gp", functional_approximation=family, **options
-        )
+        model, options = grid.network(likelihood).to(device), {"functional_approximation": family, **FAMILIES[family]}
+        la = Laplace(model, likelihood, weights, "gp", **options)
         la.fit(data(likelihood, device), **({"iterations": 3} if family == "variational" else {}))
         x = data(likelihood, device, 5)[0][0]
         values = [*flat(la(x)), la.log_marginal_likelihood()]
-        return values + [la.functional_samples(x, n_samples=2, generator=seeded(device))]
+        return [*values, la.functional_samples(x, n_samples=2, generator=seeded(device))]
 
     return run
 
 
-for family in ("sod", "nystrom", "variational"):
+for family in FAMILIES:
     for weights in ("all", "last_layer"):
         for likelihood in ("regression", "classification"):
             CASES[f"gp {family}, {weights}, {likelihood}"] = gp(family, weights, likelihood)
@@ -149,11 +149,13 @@ def _mixture(device: str) -> Values:
 
 # States.
 
+SAVED = [*grid.DIAGONAL, ("all", "lowrank_kron")]
+
 
 @case("states")
 def _states(device: str) -> Values:
     values: Values = []
-    for weights, structure in grid.CELLS:
+    for weights, structure in SAVED:
         la = fitted(device, weights, structure, prior_precision=0.7)
         x = data("classification", device)[0][0]
         file = io.BytesIO()
@@ -175,7 +177,7 @@ def moved_state(value: Any, device: str) -> Any:
 def _one_file(device: str) -> Values:
     values: Values = []
     with tempfile.TemporaryDirectory() as folder:
-        for weights, structure in grid.CELLS:
+        for weights, structure in SAVED:
             la = fitted(device, weights, structure, prior_precision=0.7)
             x = data("classification", device)[0][0]
             la.save(Path(folder) / "la.safetensors")
@@ -187,7 +189,7 @@ def _one_file(device: str) -> Values:
 @case("moved")
 def _moved(device: str) -> Values:
     values: Values = []
-    for weights, structure in grid.CELLS:
+    for weights, structure in SAVED:
         la = fitted("cpu", weights, structure, prior_precision=0.7)
         la.to(device)
         x = data("classification", device)[0][0]
@@ -203,7 +205,7 @@ def _moved(device: str) -> Values:
 @case("data of the host")
 def _host_data(device: str) -> Values:
     values: Values = []
-    for weights, structure in grid.CELLS:
+    for weights, structure in SAVED:
         la = made(device, weights, structure)
         la.fit(data("classification", "cpu"))
         values += [la(data("classification", device)[0][0])]

@@ -40,7 +40,7 @@ def test_every_case_has_the_numbers_of_the_cpu() -> None:
 
 def bounds(name: str) -> dict[str, dict[str, int]]:
     """The largest counts that are expected, of three batches of a fit and of one prediction of each kind."""
-    structure = name.split(", ")[-1]
+    structure = name.rpartition(", ")[-1]
     readings = cases.READINGS[structure] if structure in cases.READINGS else 1
     assert readings == 1 or STRUCTURES[structure].n_passes > 1
     return {
