@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributions
 
+from laplace.core.checks import require
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import poisson
 from laplace.errors import InvalidData
@@ -92,12 +93,14 @@ class Poisson(MomentLikelihood):
         """
         check_outputs(f)
         y = check_values(f, y)
-        wrong = (y < 0) | (y != y.round())
-        if wrong.any():
-            raise InvalidData(
-                f"Targets hold {y[wrong][0].item():.6g}; likelihood='poisson' accepts counts 0, 1, 2, …: use "
+        right = (y >= 0) & (y == y.round())
+        require(
+            right,
+            lambda: InvalidData(
+                f"Targets hold {y[~right][0].item():.6g}; likelihood='poisson' accepts counts 0, 1, 2, …: use "
                 "'regression' for real numbers, and for rates the counts with the logarithm of the exposure added to f."
-            )
+            ),
+        )
         return y
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
