@@ -24,16 +24,18 @@ class Draws:
     Args:
         width: Vectors per side, w.
         seed: Of all draws; that of a side does not depend on which other sides there are.
+        device: Where they are wanted, batch after batch; numbers do not depend on it.
     """
 
-    def __init__(self, width: int, seed: int) -> None:
+    def __init__(self, width: int, seed: int, device: torch.device) -> None:
         self.width = width
         self.seed = seed
+        self.device = device
         self.drawn: dict[str, Tensor] = {}
 
     def __call__(self, key: str, groups: int, n: int) -> Tensor:
         if key not in self.drawn:
-            self.drawn[key] = self._drawn(key, groups, n)
+            self.drawn[key] = self._drawn(key, groups, n).to(self.device, wide_dtype(self.device))
         return self.drawn[key]
 
     def _drawn(self, key: str, groups: int, n: int) -> Tensor:

@@ -303,7 +303,7 @@ class _Search(_Products):
     """The first reading: the exact diagonal, and where the dominant eigenvectors are."""
 
     def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
-        super().__init__(engine, options, Draws(options.width, options.seed))
+        super().__init__(engine, options, Draws(options.width, options.seed, engine.problem.device))
 
     def state(self) -> dict[str, Any]:
         return self.held()
