@@ -362,7 +362,7 @@ def difference(found: Values | str, expected: Values | str) -> str:
 
 
 def counts(likelihood: str, weights: str, structure: str) -> dict[str, dict[str, int]]:
-    """Reads and copies of three batches of a fit, and of a prediction by either kind."""
+    """Reads and copies of three more batches of a fit, and of a prediction of either kind."""
 
     def fit(n_batches: int) -> tuple[Any, Counter[str]]:
         la = made(other.NAME, weights, structure, likelihood)
@@ -370,7 +370,7 @@ def counts(likelihood: str, weights: str, structure: str) -> dict[str, dict[str,
         la.fit(data(likelihood, other.NAME)[:1] * n_batches)
         return la, other.SEEN.copy()
 
-    (_, few), (la, many) = fit(2), fit(5)
+    (_, few), (la, many) = fit(5), fit(8)  # contents of batches 0, 1, 2, 4, 8, … are looked at, in none of these three
     seen = {"fit": many - few}
     x = data(likelihood, other.NAME)[0][0]
     for name, options in {"glm": {}, "nn": {"pred_type": "nn", "link_approx": "mc", "n_samples": 3}}.items():
