@@ -48,6 +48,7 @@ def bounds(name: str) -> dict[str, dict[str, int]]:
     assert readings == 1 or STRUCTURES[structure].n_passes > 1
     return {
         "fit": {"to the host": 3 * readings},
+        "fit to data of the host": {"to the host": 3 * readings, "to the device": 2 * 3 * readings},
         # Variances of this structure are computed anew where they cancel, which has to be asked.
         "glm": {"to the host": 2 if structure == "lowrank_kron" else 1},
         "nn": {"to the host": 1},
