@@ -20,8 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import laplace
-from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training
+from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training, metrics
+from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.structures import STRUCTURES
+from laplace.training.continual import continual_training
+from laplace.weights.masks import LastLayerSubnetMask
+from laplace.weights.masks_scored import (
+    LargestMagnitudeSubnetMask,
+    LargestVarianceDiagLaplaceSubnetMask,
+    LargestVarianceSWAGSubnetMask,
+    RandomSubnetMask,
+)
 from tests import grid
 from tests.other_device import device as other
 
@@ -290,6 +299,82 @@ def _refinement(device: str) -> Values:
     gp.fit(data("classification", device))
     gp.refine(data("classification", device), max_steps=3)
     return [*values, gp(data("classification", device)[0][0])]
+
+
+# Curvatures, choices of weights, tasks, and what is read off a prediction.
+
+
+@case("curvatures")
+def _curvatures(device: str) -> Values:
+    values: Values = []
+    for backend in (NativeGGN, NativeEF, NativeHessian):
+        for structure in ("full", "diag") if backend is NativeHessian else ("kron", "diag"):
+            options = {"stochastic": True, "generator": seeded(device)} if backend is NativeGGN else {}
+            la = fitted(device, "all", structure, prior_precision=5.0, backend=backend, backend_kwargs=options)
+            values += [la(data("classification", device)[0][0])]
+    return values
+
+
+@case("masks")
+def _masks(device: str) -> Values:
+    values: Values = []
+    train = data("classification", device)
+    model = grid.network().to(device)
+    scored = Laplace(model, "classification", "all", "diag")
+    masks = [
+        RandomSubnetMask(model, 5, generator=seeded("cpu")),
+        LargestMagnitudeSubnetMask(model, 5),
+        LargestVarianceDiagLaplaceSubnetMask(model, 5, diag_laplace_model=scored),
+        LargestVarianceSWAGSubnetMask(model, 5, swag_n_snapshots=3),
+        LastLayerSubnetMask(model),
+    ]
+    for mask in masks:
+        indices = mask.select(train)
+        la = Laplace(model, "classification", "subnetwork", "full", subnetwork_indices=indices)
+        la.fit(train)
+        values += [la(train[0][0]), la.sample(2, generator=seeded(device))]
+    return values
+
+
+@case("tasks")
+def _tasks(device: str) -> Values:
+    values: Values = []
+    for weights, structure in [("all", "kron"), ("last_layer", "full"), ("subnetwork", "diag")]:
+        options = {"last_layer_name": "3"} if weights == "last_layer" else {}
+        la = made(device, weights, structure, **options)
+        tasks = [data("classification", device, seed) for seed in (3, 4)]
+        found = continual_training(la, tasks, n_epochs=1)
+        values += [task.log_marginal_likelihood for task in found] + [la(tasks[0][0][0])]
+    return values
+
+
+@case("predictions")
+def _predictions(device: str) -> Values:
+    values: Values = []
+    for likelihood in grid.LIKELIHOODS:
+        la = fitted(device, "last_layer", "kron", likelihood)
+        x = data(likelihood, device)[0][0]
+        prediction = la.predict(x)
+        values += [prediction.latent.mean, prediction.latent.covariance, prediction.variance, prediction.entropy]
+        if likelihood not in ("classification", "reward_modeling"):
+            values += [*prediction.interval()]
+        if likelihood == "classification":
+            values += [la(x, link_approx=link, generator=seeded(device)) for link in ("mc", "bridge", "bridge_norm")]
+            values += flat(la.predict(x, joint=True).latent.covariance)
+    return values
+
+
+@case("metrics")
+def _metrics(device: str) -> Values:
+    la = fitted(device, "last_layer", "kron")
+    x, y = data("classification", device)[0]
+    probs = la(x)
+    scores = [metrics.nll, metrics.brier, metrics.accuracy, metrics.expected_calibration_error, metrics.aurc]
+    values = [score(probs, y) for score in (*scores, metrics.mean_calibration_error, metrics.coverage_at_risk)]
+    values += [metrics.auroc(probs[:, 0], probs[:, 1]), metrics.fpr95(probs[:, 0], probs[:, 1])]
+    mean, y = torch.linspace(0, 1, 5, device=device).unsqueeze(1), torch.ones(5, 1, device=device)
+    scores = [metrics.gaussian_nll, metrics.gaussian_crps, metrics.regression_calibration_error]
+    return [*values, *(score(mean, 0.5 * y, y) for score in scores)]
 
 
 # Networks with other layers.
