@@ -145,25 +145,27 @@ def marglik_training(
 
 def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRScheduler | None) -> float:
     """One pass over the data; the mean objective."""
-    total, count = 0.0, 0
+    objectives: list[Tensor] = []
+    counts: list[int] = []
     for batch in online.train_loader:
         la, rules = online.la, online.la.engine.target_rules
         x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
         data = batches.without_ignored(x, y, rules.ignore_index)
         if data is None:
             continue
-        total += _train_step(online, optimizer, *data) * len(data[1])
-        count += len(data[1])
+        objectives.append(_train_step(online, optimizer, *data))
+        counts.append(len(data[1]))
         if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
-    mean = total / max(1, count)
+    read = torch.stack(objectives).tolist() if objectives else []  # once an epoch: who reads waits for the device
+    mean = sum(value * n for value, n in zip(read, counts, strict=True)) / max(1, sum(counts))
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step(mean)
     return mean
 
 
-def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tensor) -> float:
-    """One step of the optimiser, which may ask for the loss several times (L-BFGS); the objective before it."""
+def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tensor) -> Tensor:
+    """One step of the optimiser, which may ask for the loss several times (L-BFGS); the objective before it, 0-dim."""
     values: list[Tensor] = []
 
     def closure() -> Any:  # Optimizer.step is annotated for a number, L-BFGS takes a tensor
@@ -174,7 +176,7 @@ def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tenso
         return loss
 
     optimizer.step(closure)
-    return values[0].item()
+    return values[0]
 
 
 def _without_decay(optimizer: Optimizer) -> Optimizer:

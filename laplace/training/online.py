@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from laplace.core import batch as batches
+from laplace.core import checks
 from laplace.core.arguments import CheckedConstructor
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.hyperparameters import check_counts
@@ -248,9 +249,12 @@ class OnlineLaplace(CheckedConstructor):
         likelihood = self.la.likelihood_object
         f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
         f, y = as_rows(f, y.to(f.device), self.la.channel_dim if self.la.channels_known else None)
-        y = self.la.engine.checked(f, y)
+        with checks.together():
+            y = self.la.engine.checked(f, y)
+        count = likelihood.count(f, y)
+        count = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
         w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
-        data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
+        data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / count
         penalty = self.la.prior.quad(random_weights(self.la)) + self.rest.quad()
         return data + penalty / (2 * self.n_data * w.mean())
 
