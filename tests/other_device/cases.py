@@ -464,6 +464,19 @@ def counts(likelihood: str, weights: str, structure: str) -> dict[str, dict[str,
     return {name: dict(counted) for name, counted in seen.items()}
 
 
+def counts_of_training() -> dict[str, dict[str, int]]:
+    """Reads and copies of two more epochs of online training, of three batches each."""
+
+    def train(n_epochs: int) -> Counter[str]:
+        model, batches = grid.network().to(other.NAME), data("classification", other.NAME)
+        other.SEEN.clear()
+        marglik_training(model, batches, n_epochs=n_epochs, n_epochs_burnin=0, marglik_frequency=100)
+        return other.SEEN.copy()
+
+    few, many = train(3), train(5)
+    return {"training": dict(many - few)}
+
+
 def refusals() -> dict[str, Any]:
     """What the device accepts and should not, and what it counts of a few operations."""
     there, here = torch.ones(3, device=other.NAME), torch.ones(3)
@@ -497,8 +510,10 @@ def main(what: str) -> None:
     warnings.simplefilter("ignore")
     if what == "numbers":
         found = {name: difference(outcome(run, other.NAME), outcome(run, "cpu")) for name, run in CASES.items()}
+    elif what == "counts":
+        found = {", ".join(key): counts(*key) for key in COUNTED} | {"online": counts_of_training()}
     else:
-        found = refusals() if what == "device" else {", ".join(key): counts(*key) for key in COUNTED}
+        found = refusals()
     print(json.dumps(found))
 
 
