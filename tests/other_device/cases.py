@@ -42,7 +42,7 @@ CASES: dict[str, Run] = {}
 """What is computed on a device, by name."""
 READINGS = {"ekfac": 2, "lowrank": 4, "lowrank_kron": 2}
 """How often a fit reads the data, where that is more than once."""
-COUNTED = [("classification", w, s) for s in STRUCTURES for w in grid.WEIGHTS]
+COUNTED = [("classification", *cell) for cell in grid.CELLS]
 COUNTED += [(likelihood, "all", "diag") for likelihood in grid.LIKELIHOODS if likelihood != "classification"]
 """Fits and predictions whose reads and copies are counted."""
 
