@@ -291,9 +291,9 @@ def _online(device: str) -> Values:
 @case("refinement")
 def _refinement(device: str) -> Values:
     values: Values = []
-    for structure, method in [("full", "map"), ("kron", "variational")]:
+    for structure, method in [("full", "map"), ("kron", "map"), ("diag", "variational")]:
         la = fitted(device, "last_layer", structure)
-        la.refine(data("classification", device), method, max_steps=2)
+        la.refine(data("classification", device), method, max_steps=2, n_samples=4)
         values += [la(data("classification", device)[0][0]), la.log_marginal_likelihood()]
     gp = FunctionalLaplace(grid.network().to(device), "classification", n_subset=8)
     gp.fit(data("classification", device))

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_linalg_check_errors", "_unique2"}
 """Operations whose results, or the sizes of these, the host waits for."""
 _READS |= {"unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
-_COPIES = {"copy_", "_copy_from", "_to_copy"}
+_COPIES = {"copy_", "_to_copy"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Operations whose indices may be the host's: they are copied."""
 _TAKE_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "where"} | _INDEXING
@@ -230,7 +230,7 @@ def _there(value: Any, known: dict[int, Tensor]) -> Any:
 
 def _count_copy(args: tuple[Any, ...], goes_there: bool) -> None:
     """Notes a copy to the other device, or from there."""
-    if len(args) > 1 and isinstance(args[1], Tensor):  # copy_(to, source); of _copy_from the first is the source
+    if len(args) > 1 and isinstance(args[1], Tensor):  # copy_(to, source)
         goes_there, source = isinstance(args[0], OtherTensor), isinstance(args[1], OtherTensor)
     else:
         source = isinstance(args[0], OtherTensor)
@@ -256,11 +256,6 @@ def _check_hosts(about: _Operation, args: tuple[Any, ...], hosts: list[Tensor]) 
 
 def _eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     return OtherTensor(torch.eye(n, n if m is None else m, dtype=options.get("dtype")))
-
-
-class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
 
 
 def set_up() -> None:
