@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import numbers_are_known
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.output_choice import OutputChoice
 from laplace.curvature.model_copy import copied_batch
@@ -178,7 +179,8 @@ class PackageEngine(CurvatureEngine):
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
     ) -> Generator[tuple[Jacobian, Tensor]]:
-        if create_graph or "jacobian" not in self.computes():
+        # A trace takes the native operations: a package's are proven by random numbers, which a graph would draw again.
+        if create_graph or not numbers_are_known() or "jacobian" not in self.computes():
             yield from self.native.jacobian(x, create_graph=create_graph, choice=choice)
         else:
             yield from chosen(self._jacobians(x), choice)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, curvature
 from laplace.core import checks
 from laplace.errors import InvalidData, NotFittedError, UnsupportedError
 from laplace.jacobian.index import IndexBlock
@@ -60,6 +60,17 @@ def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> 
     x, _ = grid.data("regression")
     module = la.export(x[:4])
     assert type(module).__module__.startswith("torch.") and not list(module.parameters())
+    for size in (1, 2, grid.N_DATA):
+        assert_close(module(x[:size]), la(x[:size]))
+
+
+@newer_torch("exports of all weights or of a subnetwork may raise")
+@pytest.mark.parametrize(("package", "backend"), [("backpack", "BackPackGGN"), ("asdl", "AsdlGGN")])
+def test_backends_whose_jacobians_are_a_package_s(package: str, backend: str) -> None:
+    pytest.importorskip(package)
+    la = grid.fitted("all", "full", "regression", backend=getattr(curvature, backend))
+    x, _ = grid.data("regression")
+    module = la.export(x[:4])
     for size in (1, 2, grid.N_DATA):
         assert_close(module(x[:size]), la(x[:size]))
 
