@@ -38,7 +38,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrained lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types unit test test-all test-random test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -69,6 +69,15 @@ unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
 test: lint types unit  ## Check style, types and behaviour
+
+test-all: lint types  ## The same with 200 random networks instead of a few
+	LAPLACE_TEST_SEEDS=200 $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+# Networks, data and posteriors drawn by seeds. Refusals are counted by kind; a seed that fails prints a script.
+SEEDS ?= 2000
+FIRST ?= 0
+test-random: $(READY)  ## Test SEEDS= random networks against dense oracles and by properties, from the seed FIRST= on
+	PYTHONPATH=. $(PY) -m tests.random_networks $(SEEDS) $(FIRST)
 
 # Other processors by their instructions: PyTorch's own, and those of MKL, which only Intel's processors heed. Two threads
 # of one worker take the place of two workers; they sleep while they wait, so that a busy machine does not stall them.
