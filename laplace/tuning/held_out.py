@@ -108,7 +108,7 @@ def held_out_part(
     Raises:
         NotFittedError: Before a fit.
         InvalidArgument: A share that leaves no data on one side.
-        InvalidData: A batch that cannot be used.
+        InvalidData: Another number of data than in the fit, or a batch that cannot be used.
         UnsupportedError: A posterior that a fit alone does not lead to.
     """
     if not 0 < share < 1:
@@ -134,7 +134,11 @@ def held_out_part(
             if len(index):
                 part.append((batches.select(x, index, len(y)), y[index]))
     start = replace(posterior, choices=_for_part(posterior.choices, n_data - n_out))
-    return HeldOut(learning.fitted_to(start, rest, progress_bar=progress_bar), out)
+    fitted = learning.fitted_to(start, rest, progress_bar=progress_bar)
+    n_rest, seen = fitted.map_fit.n_data, posterior.map_fit.n_data
+    if same_count(n_rest, n_data - n_out) and not same_count(n_data, seen):  # labels without weights or positions
+        raise InvalidData(f"train_loader gave {n_data} data, the fit has seen {seen:g}; give the data of the fit.")
+    return HeldOut(fitted, out)
 
 
 # The data as a head sees them.
