@@ -103,9 +103,11 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
 
     Raises:
         NotFittedError: Before a fit.
-        InvalidArgument: It has another shape, or is not finite, or a standard deviation is negative.
+        InvalidArgument: It has another shape, or is not finite, a standard deviation is negative, or the posterior is
+            calibrated.
     """
     posterior.require_fitted()
+    posterior.refuse_calibrated("assigning posterior_scale")
     n_params = posterior.problem.layout.n_params
     values = _checked("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
     if values.ndim == 1 and bool((values < 0).any()):
