@@ -314,7 +314,8 @@ def prior_note(posterior: Posterior) -> str | None:
 
 def calibrated_note(calibration: Calibration) -> str:
     """Says what a calibration chose."""
-    what = "the network itself" if calibration.is_network else f"its covariance times {calibration.scale:.3g}"
+    own = f"the {calibration.reference} itself"
+    what = own if calibration.is_network else f"its covariance times {calibration.scale:.3g}"
     return f"calibrated on {calibration.held_out}: {what}, prior precision {_values(calibration.prior_precision)}"
 
 

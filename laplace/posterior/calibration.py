@@ -17,8 +17,11 @@ from torch import Tensor
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.errors import InvalidArgument
 
-VANISHING = 1e-12
-"""Scale of a covariance that stands for none: predictions are then those of the network to rounding."""
+_VANISHING = 1e-12
+"""Scale of a covariance that stands for none, at δ ≥ 1 and σ ≥ 1: predictions are then the network's to rounding."""
+
+_LEAST_SCALE = 1e-18
+"""The smallest scale, at which a precision is still finite in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,8 @@ class Calibration:
         table: Every candidate: factors of the former δ `[n]`, scales `[m]`, noises `[s]` or `[s, C]`, differences of
             the NLL from the network's and their paired standard errors `[n, m, s]`, by name.
         approximate: Why the held-out score is only a forecast; empty where it is none.
+        reference: What posteriors are compared with: `"network"`, or after `la.refine` `"refined mean"`, the linearised
+            network at θ̂, which is what stays of a refined posterior without its covariance.
     """
 
     scale: float
@@ -61,24 +66,31 @@ class Calibration:
     caution: float
     table: dict[str, Tensor] = field(repr=False)
     approximate: str = ""
+    reference: str = "network"
     _undo: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
     def is_network(self) -> bool:
-        """True if no posterior predicted better than the network, which is what the object then predicts."""
+        """True if no posterior predicted better than the `reference`, which is what the object then predicts."""
         return self.scale == 0
 
     @property
     def hypers(self) -> Hyperparameters:
         """Prior, noise and temperature that give the posterior its covariance c Σ."""
-        scale = self.scale or VANISHING
-        ratio = (self.network_noise / self.sigma_noise).square().mean()
-        return replace(
-            self.before,
-            prior_precision=self.prior_precision / scale,
-            sigma_noise=self.sigma_noise,
-            temperature=self.before.temperature * scale * ratio,
-        )
+        scale = self.scale or self._vanishing()
+        with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
+            ratio = (self.network_noise / self.sigma_noise).square().mean()
+            return replace(
+                self.before,
+                prior_precision=self.prior_precision / scale,
+                sigma_noise=self.sigma_noise,
+                temperature=self.before.temperature * scale * ratio,
+            )
+
+    def _vanishing(self) -> float:
+        """A scale at which the covariance, at most c / δ where there are no data, is nothing beside 1 and beside σ²."""
+        prior, noise = self.prior_precision.min().item(), self.sigma_noise.min().item()
+        return max(_VANISHING * min(1.0, prior) * min(1.0, noise**2), _LEAST_SCALE)
 
     @property
     def unscaled(self) -> Hyperparameters:
@@ -108,17 +120,18 @@ class Calibration:
 
     def __repr__(self) -> str:
         names = [f"on {self.held_out}"] + [f"link_approx={self.link_approx!r}"] * bool(self.link_approx)
-        lines = [", ".join(names), f"network    NLL {self.network_nll:.4f}"]
+        lines = [", ".join(names), f"{self.reference:<10} NLL {self.network_nll:.4f}"]
         if self.is_network:
             lines.append(
-                f"chosen: the network itself; of {self.table['differences'].numel()} posteriors none was better beyond "
-                f"{self.caution:.2g} standard errors"
+                f"chosen: the {self.reference} itself; of {self.table['differences'].numel()} posteriors none was "
+                f"better beyond {self.caution:.2g} standard errors"
             )
         else:
             gap = self.posterior_nll - self.network_nll
+            name = "posterior".ljust(max(10, len(self.reference)))
             lines.append(
-                f"posterior  NLL {self.posterior_nll:.4f}, {gap:+.4f} ± {self.standard_error:.4f} (paired standard "
-                "error; chosen on these data)"
+                f"{name} NLL {self.posterior_nll:.4f}, {gap:+.4f} ± {self.standard_error:.4f} (paired standard error; "
+                "chosen on these data)"
             )
             lines.append(f"chosen: prior precision {_change(self.before.prior_precision, self.prior_precision)}, "
                          f"covariance times {self.scale:.3g}")  # fmt: skip

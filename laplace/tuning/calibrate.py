@@ -11,7 +11,7 @@ standard errors: few data, or a small gain, choose the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def pieces_of(
     Of a last layer, or a network that is one linear layer, they are refits of the head; of other weights a fifth of the
     data.
     """
+    train_loader = list(train_loader) if isinstance(train_loader, Iterator) else train_loader  # it may be read twice
     try:
         refits = refits_of_head(posterior, train_loader, folds=folds, generator=generator, progress_bar=progress_bar)
     except UnsupportedError:
@@ -198,6 +199,7 @@ def calibrate(
         CalibrationWarning: The data are fewer than 20.
     """
     hypers = now.hypers(())
+    is_refined = any(posterior.refined_step is not None for posterior in now.posteriors)
     with autograd_mode(), torch.no_grad():
         noises, network_noise = hypers.sigma_noise.unsqueeze(0), hypers.sigma_noise
         if now.likelihood.has_noise and grid.noise:
@@ -221,11 +223,14 @@ def calibrate(
     place = int(cautious.argmin())
     is_better = cautious.flatten()[place].item() < -LEAST_GAIN
     i, j, k = (place // cautious[0].numel(), place // len(noises) % len(grid.scales), place % len(noises))
+    with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
+        prior_precision = (grid.factors[i] if is_better else 1.0) * hypers.prior_precision
+        sigma_noise, network_noise = (noises[k] if is_better else network_noise).clone(), network_noise.clone()
     return Calibration(
         scale=grid.scales[j] if is_better else 0.0,
-        prior_precision=(grid.factors[i] if is_better else 1.0) * hypers.prior_precision,
-        sigma_noise=(noises[k] if is_better else network_noise).clone(),
-        network_noise=network_noise.clone(),
+        prior_precision=prior_precision,
+        sigma_noise=sigma_noise,
+        network_noise=network_noise,
         before=hypers,
         held_out=f"{scores.n_data:,} {held_out}",
         n_data=scores.n_data,
@@ -242,6 +247,7 @@ def calibrate(
             "standard_errors": errors,
         },
         approximate=approximate,
+        reference="refined mean" if is_refined else "network",
     )
 
 

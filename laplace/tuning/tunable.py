@@ -108,6 +108,9 @@ class Tunable(ABC):
         A calibrated posterior has no evidence: `log_marginal_likelihood`, tuning and assigned hyper-parameters are
         refused until `la.calibration.undo()`. A mixture weighted by the evidence keeps its weights at c = 1.
 
+        Of a refined posterior the linearised network at the refined mean takes the network's place, and may itself
+        predict worse than the network: `la.compare` tells.
+
         Args:
             val_loader: Validation data, batches as `fit` takes them: labelled data that neither the network nor the
                 posterior was fitted to. A hundred or more; below 20 a warning says that luck decides.

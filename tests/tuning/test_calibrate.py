@@ -146,6 +146,58 @@ def test_no_covariance_is_the_network(weights: str, structure: str, likelihood: 
         near(la(x, link_approx="mc"), f.softmax(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_no_covariance_at_small_priors_and_in_small_units(likelihood: str) -> None:
+    """A covariance of c / δ, where there are no data, is nothing beside 1 and beside the noise."""
+    options: dict[str, Any] = {"sigma_noise": 1e-6} if likelihood == "regression" else {"prior_precision": 1e-8}
+    la = grid.make("all", "full", likelihood, **options)
+    la.fit(grid.batches(likelihood)[:1])
+    forced(la, 0.0, 1.0)
+    x = 30 * grid.data(likelihood, seed=9)[0]
+    with torch.no_grad():
+        f = la.model.eval()(x)
+    if likelihood == "classification":
+        near(la(x), f.softmax(1), rtol=1e-6, atol=1e-6)
+    else:
+        near(la.predict(x).std, torch.full_like(f, 1e-6), rtol=1e-3)
+
+
+def test_in_inference_mode_the_hyper_parameters_can_be_differentiated() -> None:
+    la = grid.fitted("all", "kron", "regression")
+    with torch.inference_mode():
+        la.calibrate(held_out("regression"))
+    hypers = la.snapshot().hypers
+    assert not any(value.is_inference() for value in (hypers.prior_precision, hypers.sigma_noise, hypers.temperature))
+    with torch.inference_mode():
+        la.calibration.undo()
+    assert not la.prior_precision.is_inference()
+
+
+def test_of_a_refined_posterior_its_mean_is_named() -> None:
+    """Without its covariance it predicts as the linearised network at the refined mean, which is not the network."""
+    la = double(grid.fitted("all", "full"))
+    la.refine([(x.double(), y) for x, y in grid.batches()])
+    data = held_out(dtype=torch.float64)
+    calibration = la.calibrate(data)
+    forced_free = copy.deepcopy(la)
+    forced_free.calibration.undo()
+    forced(forced_free, 0.0, 1.0)
+    assert calibration.network_nll == pytest.approx(scored(forced_free, data).mean().item(), rel=1e-6)
+    assert calibration.reference == "refined mean"
+    assert "refined mean NLL" in repr(calibration)
+    assert "the network itself" not in repr(calibration) + repr(la)
+    assert pickle.loads(pickle.dumps(la)).calibration.reference == "refined mean"
+
+
+def test_an_assigned_scale_does_not_mix_with_it() -> None:
+    la = grid.fitted("all", "full")
+    la.calibrate(held_out())
+    now = la.snapshot().hypers
+    with pytest.raises(InvalidArgument, match=r"la\.calibration\.undo\(\)"):
+        la.posterior_scale = la.posterior_scale.clone()
+    assert la.snapshot().hypers.temperature is now.temperature
+
+
 # Scores are those of every candidate, set by hand.
 
 
@@ -679,3 +731,31 @@ def test_loaders_that_do_not_serve() -> None:
     mixture.fit(grid.batches())
     with pytest.raises(UnsupportedError, match="mixture"):
         mixture.calibrate(train_loader=grid.batches())
+
+
+class Squashed(nn.Module):
+    """One linear layer whose outputs are not the network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def test_no_batch_of_an_iterator_is_lost() -> None:
+    """Whether there is a head is seen at the first batch, which the fit without a part needs as well."""
+    data = held_out(n=10)
+    la: Any = Laplace(Squashed(), "classification", "all", "full")
+    la.fit(data)
+    expected = la.calibrate(train_loader=data).table["differences"]
+    la.calibration.undo()
+    assert torch.equal(la.calibrate(train_loader=iter(data)).table["differences"], expected)
+
+
+def test_other_data_are_not_held_out() -> None:
+    la = grid.fitted("all", "kron")
+    unchanged(la, lambda: la.calibrate(train_loader=held_out()), InvalidData, "the fit has seen")
