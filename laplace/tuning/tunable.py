@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.arguments import checked
 from laplace.core.processes import Processes
+from laplace.core.random_numbers import check_generator
 from laplace.enums import (
     LinkApprox,
     LinkName,
@@ -128,6 +130,7 @@ class Tunable(ABC):
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: Neither loader, a link that is no network's at zero covariance, or options out of range.
+            InvalidType: A loader that is no iterable of batches, or another object than a generator.
             InvalidData: No data, one datum, one class alone, or a batch that cannot be used. As after every error, the
                 posterior is as it was.
             ModelChangedError: The network is not that of the fit any more.
@@ -141,6 +144,9 @@ class Tunable(ABC):
         from laplace.tuning.predictive import Predictive
         from laplace.tuning.validation import Validation
 
+        check_generator(generator)
+        if val_loader is not None:
+            batches.require_loader(val_loader, "val_loader")
         group = self._group
         group = replace(group, posteriors=tuple(posterior.uncalibrated() for posterior in group.posteriors))
         for posterior in group.posteriors:

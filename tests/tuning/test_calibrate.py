@@ -18,6 +18,7 @@ from laplace.errors import (
     CalibrationWarning,
     InvalidArgument,
     InvalidData,
+    InvalidType,
     ModelChangedError,
     NotFittedError,
     UnsupportedError,
@@ -723,6 +724,9 @@ def test_of_other_weights_a_part_is_held_out(weights: str, structure: str) -> No
 
 def test_loaders_that_do_not_serve() -> None:
     la = grid.fitted("last_layer", "kron")
+    unchanged(la, lambda: la.calibrate(5), InvalidType, "val_loader")
+    unchanged(la, lambda: la.calibrate(train_loader=5), InvalidType, "train_loader")
+    unchanged(la, lambda: la.calibrate(held_out(), generator=3), InvalidType, "generator")
     unchanged(la, lambda: la.calibrate(grid.batches()), InvalidData, "data of the fit")
     unchanged(la, lambda: la.calibrate(train_loader=grid.batches(), folds=13), InvalidArgument, "folds=13")
     unchanged(la, lambda: la.calibrate(train_loader=grid.batches(), folds=1), InvalidArgument, "folds")
