@@ -358,7 +358,11 @@ class _Scores:
         weights = scored.weights[:, self.grid.present].unsqueeze(1)
         network = None
         for part in scored.groups(len(latents[0][0])):
-            variances = [_existing(at, part)[:, rows.index] for _, at, _ in latents]
+            existing = [variance for _, at, _ in latents if (variance := _existing(at, part)) is not None]
+            if len(existing) < len(latents):
+                self._gaps[part] = torch.nan
+                continue
+            variances = [variance[:, rows.index] for variance in existing]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
                 network = widened(_scored(scored, means, nothing, weights, rows.y, self.network_noise)[0])
@@ -372,6 +376,8 @@ class _Scores:
                     self._gaps[part, j, k] += gaps.sum(-1)
                     self._squares[part, j, k] += gaps.square().sum(-1)
                     self._products[part, j, k] += gaps @ counts
+        if network is None:
+            raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
 
     def _counted(self, rows: _Rows) -> Tensor:
         """Number of rows of every datum, `[B]`, added to the totals."""
@@ -397,19 +403,15 @@ class _Scores:
         return (residual.clamp(min=0) * self.n_data / (self.n_data - 1)).sqrt() / self._counts
 
 
-def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Tensor:
-    """(Co)variances at consecutive candidates; NaN where a posterior does not exist.
-
-    Raises:
-        CurvatureError: None of them exists.
-    """
+def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Tensor | None:
+    """(Co)variances at consecutive candidates; NaN where a posterior does not exist, None where none of them does."""
     together = variances_at(part)
     if together is not None:
         return together
     each = [variances_at(slice(i, i + 1)) for i in range(part.start, part.stop)]
     known = next((variance for variance in each if variance is not None), None)
     if known is None:
-        raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
+        return None
     return torch.cat([torch.full_like(known, torch.nan) if variance is None else variance for variance in each])
 
 

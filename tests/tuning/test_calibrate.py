@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Calibration, Laplace, MixtureLaplace, OnlineLaplace
+from laplace.curvature import NativeHessian
 from laplace.errors import (
     CalibrationWarning,
     InvalidArgument,
@@ -310,6 +311,20 @@ def test_rows_of_one_datum_are_one_observation() -> None:
     error = ((sums - mean * counts).square().sum() * 30 / 29).sqrt() / counts.sum()
     near(table["differences"][3, 6, 0], mean, rtol=1e-6)
     near(table["standard_errors"][3, 6, 0], error, rtol=1e-6)
+
+
+def test_where_a_posterior_does_not_exist_the_others_are_candidates() -> None:
+    """Whether candidates are predicted together, as of `"probit"`, or one by one, as with samples."""
+    la = grid.make("all", "full", backend=NativeHessian, prior_precision=100.0)
+    la.fit(grid.batches())
+    least = torch.linalg.eigvalsh(la.H)[0].item()
+    assert least < 0
+    la.prior_precision = -2 * least
+    for link_approx in ("probit", "mc"):
+        differences = la.calibrate(held_out(), link_approx=link_approx).table["differences"]
+        assert differences[0].isnan().all()
+        assert differences[1:].isfinite().all()
+        la.calibration.undo()
 
 
 # It helps where a posterior is too wide, and keeps the network where nothing is better.
