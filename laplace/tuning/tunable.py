@@ -102,7 +102,8 @@ class Tunable(ABC):
         have the covariance c Σ(δ), through `la.prior_precision` = δ/c and `la.temperature` = c T (a cold posterior:
         Wenzel et al., 2020); of the network they are its own. No new fit is needed.
 
-        With validation data the network runs once over them. Without them, `train_loader` serves: of a last layer the
+        With validation data the network runs once over them with its Jacobians, and in regression a forward pass before
+        finds the size of the residuals. Without them, `train_loader` serves: of a last layer the
         head is refitted on the features of the other folds, which is honest where the features have not seen the labels
         (a frozen, pretrained network) and otherwise a forecast; of other weights a fifth of the data is held out from
         a fit to the rest, and the forecast is about a network that has seen them.
