@@ -224,7 +224,7 @@ def calibrate(
     is_better = cautious.flatten()[place].item() < -LEAST_GAIN
     i, j, k = (place // cautious[0].numel(), place // len(noises) % len(grid.scales), place % len(noises))
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
-        prior_precision = (grid.factors[i] if is_better else 1.0) * hypers.prior_precision
+        prior_precision = (grid.factors[i] if is_better else _least_change(grid, differences)) * hypers.prior_precision
         sigma_noise, network_noise = (noises[k] if is_better else network_noise).clone(), network_noise.clone()
     return Calibration(
         scale=grid.scales[j] if is_better else 0.0,
@@ -249,6 +249,13 @@ def calibrate(
         approximate=approximate,
         reference="refined mean" if is_refined else "network",
     )
+
+
+def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
+    """Factor of the prior precision where the network is chosen: 1, or the least at which there is a posterior."""
+    exist = differences.isfinite().flatten(1).any(1).tolist()
+    known = [factor for factor, exists in zip(grid.factors, exist, strict=True) if exists]
+    return 1.0 if 1.0 in known or not known else min(known)
 
 
 def _noises(pieces: Sequence[Piece], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:

@@ -327,6 +327,19 @@ def test_where_a_posterior_does_not_exist_the_others_are_candidates() -> None:
         la.calibration.undo()
 
 
+def test_the_network_is_predicted_where_the_present_posterior_does_not_exist() -> None:
+    la = grid.make("all", "full", backend=NativeHessian, prior_precision=100.0)
+    la.fit(grid.batches())
+    la.prior_precision = -torch.linalg.eigvalsh(la.H)[0].item() / 2
+    x = torch.cat([x for x, _ in held_out()])
+    with torch.no_grad():
+        f = la.model.eval()(x)
+    calibration = la.calibrate([(x, f.argmax(1))])
+    assert calibration.is_network
+    assert float(calibration.prior_precision / calibration.before.prior_precision) == pytest.approx(10)
+    near(la(x), f.softmax(1), rtol=1e-6, atol=1e-6)
+
+
 # It helps where a posterior is too wide, and keeps the network where nothing is better.
 
 
