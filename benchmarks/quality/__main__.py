@@ -120,6 +120,12 @@ def _sizes(row: Row) -> list[int]:
     return [len(part[0]) for part in (split.train, split.val, split.test)]
 
 
+def _in_lines(found: dict[str, Any]) -> str:
+    """Results as JSON with a line for every row and every method."""
+    text = json.dumps(found, ensure_ascii=False)
+    return text.replace('{"name"', '\n{"name"').replace('{"method"', '\n{"method"') + "\n"
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,7 +149,7 @@ def main() -> None:
     found = rounded(found)
     if given.keep:
         found = merged(found)
-        page.RESULTS.write_text(json.dumps(found, ensure_ascii=False, indent=0) + "\n", "utf-8")
+        page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
     for line in targets.lines(found):
         print(line)
