@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
-from laplace.errors import TuningWarning
+from laplace.errors import LaplaceWarning
 from laplace.metrics import accuracy, auroc, brier, expected_calibration_error, mean_confidence, nll
 from laplace.plotting import new_figure, shift_curve
 from laplace.tuning import Thresholds, TuningResult
@@ -156,7 +156,7 @@ def main(small: bool = False, output: Path = Path("outputs/tuning.png")) -> Rows
     for name, optimize in tune(la, data, network_accuracy).items():
         la.prior_precision, la.temperature = torch.ones(1), torch.ones(())  # each search begins anew, the fit stays
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", TuningWarning)
+            warnings.simplefilter("always", LaplaceWarning)
             results[name] = optimize()
         for warning in caught:
             print(f"{name}: {warning.message}")

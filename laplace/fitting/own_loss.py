@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.memory import ran_out
+from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.likelihoods.base import Likelihood
@@ -67,7 +68,7 @@ class OwnLoss:
             return
         f, y = self._last
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)
+        noise = torch.randn(f.shape, generator=generator, dtype=wide_dtype()).to(f)
         centres = [f, y.to(f)] if y.is_floating_point() and y.shape == f.shape else [f]
         for centre in centres:
             for scale in _SCALES:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import ParametricLaplace
-from laplace.errors import LaplaceError
+from laplace.errors import DataWarning, LaplaceError
 from tests import problems as catalogue
 from tests.conformance.backends import BACKENDS
 from tests.conformance.cases import BACKENDS as NATIVE
@@ -259,5 +259,6 @@ def test_data_loaders_with_workers_and_order_of_their_own() -> None:
             la.fit(torch.utils.data.DataLoader(data, **option))
             same(la, case.fit())
         la = case.build()
-        la.fit(torch.utils.data.DataLoader(data, batch_size=4, drop_last=True))
+        with pytest.warns(DataWarning, match="drop_last"):
+            la.fit(torch.utils.data.DataLoader(data, batch_size=4, drop_last=True))
         assert la.n_data == 4

@@ -44,6 +44,7 @@ def fitted(structure: str, weights: str, dtype: torch.dtype, likelihood: str = "
     return la
 
 
+@pytest.mark.filterwarnings("ignore:sigma_noise is 1")  # residuals of ten are what saturates
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("structure", STRUCTURE_NAMES)

@@ -143,6 +143,7 @@ def test_weights_lie_in_the_span() -> None:
     assert_close(la.posterior_variance, variances, "algebra")
 
 
+@pytest.mark.filterwarnings("ignore:the data that are added by override=False were fitted before")
 def test_what_is_refused() -> None:
     model = nn.Linear(2, 2)
     x, y = torch.randn(5, 2), torch.randint(2, (5,))
