@@ -132,3 +132,17 @@ def test_every_weight_has_a_rule(name: str) -> None:
     found = la.coverage()
     assert [tensor for tensor, words in found.items() if "fallback" in words] == FALLBACKS.get(name, [])
     assert {tensor: found[tensor] for tensor in OWN_RULES[name]} == OWN_RULES[name]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of names that transformers will change
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    """transformers checkpoints while it trains, and a fit evaluates, whichever mode the network was left in."""
+    torch.manual_seed(0)
+    model, data = NETWORKS[name]().double(), _data(name)
+    expected = _exact_diagonal(model.eval(), data)
+    model.gradient_checkpointing_enable()
+    la = Laplace(model.train(), "classification", "all", "diag")
+    la.fit([data])
+    assert_close(la.H, expected, "float32" if name in IN_FLOAT32 else "backend")
+    assert model.training
