@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -107,15 +107,27 @@ def warn_of_training_data(fitted: Content, validation: Content) -> None:
 
 
 def _hashes(tensors: Iterable[Tensor], n_data: int) -> Tensor:
-    """A hash of every datum, `[B]`, int64, of the tensors that have the data in their first dimension."""
-    total: Tensor | int = 0
-    for number, tensor in enumerate(tensors):
+    """A hash of every datum, `[B]`, int64, of the tensors that have the data in their first dimension.
+
+    It is Σ_i f_i b_i modulo 2^64, of the bits b_i of some entries and random odd f_i: integers, so that no order of
+    summation shows.
+    """
+    columns: list[Tensor] = []
+    for tensor in tensors:
         if tensor.numel() == 0 or tensor.ndim == 0 or len(tensor) != n_data or tensor.is_sparse or tensor.is_complex():
             continue
         flat = tensor.detach().reshape(n_data, -1)
         step = max(1, -(-flat.shape[1] // _ENTRIES))
-        columns = flat[:, step // 2 :: step].float().contiguous().view(torch.int32).long()
-        generator = torch.Generator().manual_seed(number)
-        factors = torch.randint(2**62, (columns.shape[1],), generator=generator).mul_(2).add_(1).to(columns.device)
-        total = total * 31 + ((columns ^ (columns >> 15)) * factors).sum(1)
-    return total if isinstance(total, Tensor) else torch.zeros(n_data, dtype=torch.int64)
+        columns.append(flat[:, step // 2 :: step].float())
+    if not columns:
+        return torch.zeros(n_data, dtype=torch.int64)
+    bits = (columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)).view(torch.int32)
+    return (bits * _factors(bits.shape[1], bits.device)).sum(1)
+
+
+@lru_cache(maxsize=16)
+def _factors(n: int, device: torch.device) -> Tensor:
+    """Random odd numbers, `[n]`, int64: always the same."""
+    with torch.inference_mode(False):
+        odd = torch.randint(2**62, (n,), generator=torch.Generator().manual_seed(0)).mul_(2).add_(1)
+        return odd.to(device)
