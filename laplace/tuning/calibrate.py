@@ -55,6 +55,9 @@ _NOISES = (*(2 ** (k / 4) for k in range(-24, -4)), *(2 ** (k / 8) for k in rang
 LEAST_GAIN = 0.001
 """Nats that a candidate must gain: posteriors that hardly differ from the network are as often worse as better."""
 
+_SAME = 1e-6
+"""Nats within which candidates are the same but for rounding: the first of them is taken, whatever the processor."""
+
 
 def caution(n_data: int) -> float:
     """Number of paired standard errors that count against a candidate: ½ + 4/√n.
@@ -220,7 +223,7 @@ def calibrate(
     differences, errors = scores.differences().cpu(), scores.standard_errors().cpu()
     cautious = differences + n_errors * errors
     cautious = cautious.where(cautious.isfinite(), torch.inf)
-    place = int(cautious.argmin())
+    place = int((cautious <= cautious.min() + _SAME).flatten().nonzero()[0])
     is_better = cautious.flatten()[place].item() < -LEAST_GAIN
     i, j, k = (place // cautious[0].numel(), place // len(noises) % len(grid.scales), place % len(noises))
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
@@ -362,8 +365,8 @@ class _Scores:
         means, counts = [mean[rows.index] for mean, _, _ in latents], self._counted(rows)
         if scored.posterior.likelihood.target.labels_vary:
             self.labels.see(rows.y)
-        weights = scored.weights[:, self.grid.present].unsqueeze(1)
-        network = None
+        likelihood, noise = scored.posterior.likelihood, self.network_noise
+        score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := _existing(at, part)) is not None]
             if len(existing) < len(latents):
@@ -372,12 +375,13 @@ class _Scores:
             variances = [variance[:, rows.index] for variance in existing]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
-                network = widened(_scored(scored, means, nothing, weights, rows.y, self.network_noise)[0])
+                network = widened(score(likelihood, _predicted(scored, means, nothing, weights), rows.y, noise)[0])
                 self._network += float(network.sum())
             for j, scale in enumerate(self.grid.scales):
                 scaled = [scale * variance for variance in variances]
+                prediction = _predicted(scored, means, scaled, scored.weights[:, part])
                 for k, sigma in enumerate(self.noises):
-                    values = _scored(scored, means, scaled, scored.weights[:, part], rows.y, sigma)
+                    values = score(likelihood, prediction, rows.y, sigma)
                     gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
                     gaps.index_add_(1, rows.datum, widened(values) - network)
                     self._gaps[part, j, k] += gaps.sum(-1)
@@ -422,18 +426,14 @@ def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Te
     return torch.cat([torch.full_like(known, torch.nan) if variance is None else variance for variance in each])
 
 
-def _scored(
-    scored: MixedCandidates, means: list[Tensor], variances: list[Tensor], weights: Tensor, y: Tensor, sigma: Tensor
-) -> Tensor:
-    """−log p(y | x, D) at n candidates, `[n, R]`.
+def _predicted(scored: MixedCandidates, means: list[Tensor], variances: list[Tensor], weights: Tensor) -> Prediction:
+    """Predictions of n candidates at R rows, as scores read them.
 
     Args:
         scored: The components.
         means: Of the outputs of every component, `[R, C]`.
         variances: Their (co)variances, `[n, R, C]` or `[n, R, C, C]`.
         weights: Mixture weights, `[K, n]`.
-        y: Targets of the R rows.
-        sigma: Noise.
     """
     predictions: list[Prediction] = []
     for part, mean, variance in zip(scored.parts, means, variances, strict=True):
@@ -444,8 +444,7 @@ def _scored(
             predictions.append((summary[0].unflatten(0, (n, -1)), summary[1].unflatten(0, (n, -1))))
         else:
             predictions.append(summary.unflatten(0, (n, -1)))
-    likelihood = scored.posterior.likelihood
-    return find_score("nll", likelihood)(likelihood, mixed(predictions, weights), y, sigma)
+    return mixed(predictions, weights)
 
 
 class _Labels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,16 @@ VariancesOf = Callable[[slice], Tensor]
 
 Predict = Callable[[slice], Prediction]
 """Predictions of consecutive candidates: of one `[B, C]`, of n `[n, B, C]`."""
+
+
+def rows_of_call(prediction: Any, channel_dim: int) -> Prediction:
+    """A result of `la(x)`, probabilities or mean and (co)variance, as rows `[B·T, C]` or `[B·T, C, C]`."""
+    if isinstance(prediction, Tensor):
+        return rows_of(prediction, channel_dim).values
+    mean, variance = prediction
+    whole = variance.ndim > mean.ndim
+    values = variance.flatten(0, -3) if whole else rows_of(variance, channel_dim).values
+    return rows_of(mean, channel_dim).values, values
 
 
 class Candidates:
@@ -149,12 +160,7 @@ class Candidates:
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
                     diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(self.priors.device),
                 )  # fmt: skip
-            if isinstance(prediction, Tensor):
-                return rows_of(prediction, channel_dim).values
-            mean, variance = prediction
-            whole = variance.ndim > mean.ndim
-            values = variance.flatten(0, -3) if whole else rows_of(variance, channel_dim).values
-            return rows_of(mean, channel_dim).values, values
+            return rows_of_call(prediction, channel_dim)
 
         return predict, rows.values, rows.positions
 

@@ -14,7 +14,6 @@ from laplace.comparison import Comparison, ScoredData, scores_of
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.positions import rows_of
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines.outputs import outputs
 from laplace.enums import PredType
@@ -25,6 +24,7 @@ from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.mixing import mixed
 from laplace.predictive.posterior_outputs import PosteriorOutputs
 from laplace.predictive.predictor import Predictor, Request
+from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.validation import Targets, Validation
 
@@ -91,12 +91,7 @@ def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, request: R
             x, pred_type=pred_types.name(request.kind(pred_types)), link_approx=request.link_approx,
             n_samples=request.n_samples, generator=rows.draws(),
         )  # fmt: skip
-    if isinstance(prediction, Tensor):
-        return rows_of(prediction, channel_dim).values
-    mean, variance = prediction
-    whole = variance.ndim > mean.ndim
-    values = variance.flatten(0, -3) if whole else rows_of(variance, channel_dim).values
-    return rows_of(mean, channel_dim).values, values
+    return rows_of_call(prediction, channel_dim)
 
 
 def _outputs(posterior: Posterior, rows: PosteriorOutputs, x: Inputs) -> Tensor:
