@@ -136,9 +136,15 @@ class Calibration:
             lines.append(f"chosen: prior precision {_change(self.before.prior_precision, self.prior_precision)}, "
                          f"covariance times {self.scale:.3g}")  # fmt: skip
         if not torch.equal(self.before.sigma_noise, self.sigma_noise):
-            lines.append(f"        noise {_change(self.before.sigma_noise, self.sigma_noise)}")
+            edge = ", an edge of what was tried" if self._at_an_edge() else ""
+            lines.append(f"        noise {_change(self.before.sigma_noise, self.sigma_noise)}{edge}")
         lines += [f"approximate: {self.approximate}"] * bool(self.approximate)
         return "Calibration(\n  " + "\n  ".join(lines) + "\n)"
+
+    def _at_an_edge(self) -> bool:
+        """True if the noise is the smallest or the largest of several that were tried."""
+        tried = self.table["sigma_noise"].to(self.sigma_noise)
+        return len(tried) > 1 and any(torch.allclose(tried[end], self.sigma_noise) for end in (0, -1))
 
     # States.
 

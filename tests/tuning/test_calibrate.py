@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 import pickle
@@ -388,6 +389,14 @@ def test_regression_in_raw_units() -> None:
     inside = ((y[300:] >= low) & (y[300:] <= high)).float().mean().item()
     assert 0.84 < inside < 0.96
     assert float(calibration.before.sigma_noise) == 1
+
+
+def test_a_noise_at_an_edge_is_said() -> None:
+    la = grid.fitted("all", "kron", "regression", sigma_noise=3.0)
+    calibration = la.calibrate(held_out("regression"))
+    assert "an edge of what was tried" not in repr(calibration)
+    edge = calibration.table["sigma_noise"][0].float()
+    assert "an edge of what was tried" in repr(dataclasses.replace(calibration, sigma_noise=edge))
 
 
 def test_the_noise_can_be_kept() -> None:
