@@ -9,7 +9,7 @@ from math import nan
 
 from laplace.core.layout import Layout
 from laplace.engines.thin_factor import ThinFactor
-from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
+from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 
 @dataclass(frozen=True)

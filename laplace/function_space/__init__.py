@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from laplace.function_space.base import BaseFunctionalLaplace
     from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
     from laplace.function_space.variational_named import LLVaLLA, VaLLA
-    from laplace.jacobian.kernels import kernel
+    from laplace.jacobian.jacobian import kernel
     from laplace.structures.base import Curvature
 else:
     __getattr__, __dir__ = attach(
@@ -20,7 +20,7 @@ else:
             "laplace.function_space.base": "BaseFunctionalLaplace",
             "laplace.function_space.named": "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace",
             "laplace.function_space.variational_named": "LLVaLLA VaLLA",
-            "laplace.jacobian.kernels": "kernel",
+            "laplace.jacobian.jacobian": "kernel",
         },
     )
 

@@ -29,8 +29,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
 from laplace.function_space.variational_training import Training, TrainingPass, start
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import kernel_at
+from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision

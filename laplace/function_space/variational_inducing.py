@@ -13,8 +13,7 @@ from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import Scales, kernel
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
 from laplace.structures.gp.dual import Span

@@ -16,8 +16,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import kernel_at, kernel_diagonal
+from laplace.jacobian.jacobian import Jacobian, kernel_at, kernel_diagonal
 from laplace.structures.base import DataPass, require_finite
 from laplace.structures.gp.observed import jacobians, observed, uncounted
 from laplace.weights.problem import Problem

@@ -11,10 +11,18 @@ from torch import Tensor
 
 from laplace.core.checks import numbers_are_known
 from laplace.core.precision_policy import widened
-from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import ProductBasis, TensorShape, total
-from laplace.jacobian.factored import FactoredBlock, kernel_by_grams
-from laplace.jacobian.rows import concatenated, entries_of
+from laplace.jacobian.blocks import (
+    BLOCKS,
+    Block,
+    PickedBlock,
+    ProductBasis,
+    TensorShape,
+    all_of,
+    concatenated,
+    entries_of,
+    total,
+)
+from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
 from laplace.weights.problem import Selection
 
 

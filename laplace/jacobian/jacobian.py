@@ -12,12 +12,102 @@ import torch
 from torch import Tensor
 
 from laplace.core.output_choice import OutputChoice
-from laplace.core.precision_policy import wide_dtype
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument
-from laplace.jacobian.blocks import Block, DenseBlock, from_state
-from laplace.jacobian.contractions import CHUNK_BYTES, total
-from laplace.jacobian.grouped import GroupedBlock
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, DenseBlock, ProductBasis, RankOne, from_state, total
 from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.outer import flat_product
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedBlock(Block):
+    """A block `[K, b·n, p]` of b·n rows as one of b groups, `[n·K, b, p]`: rows of a group major, cotangents minor.
+
+    Attributes:
+        whole: The block of the rows.
+        group_size: n.
+    """
+
+    whole: Block
+    group_size: int
+
+    @property
+    def size(self) -> int:
+        return self.whole.size
+
+    @property
+    def n_cotangents(self) -> int:
+        return self.group_size * self.whole.n_cotangents
+
+    @property
+    def n_data(self) -> int:
+        return self.whole.n_data // self.group_size
+
+    def _grouped(self, values: Tensor) -> Tensor:
+        """Values `[K, b·n, …]` as `[n·K, b, …]`."""
+        return values.unflatten(1, (-1, self.group_size)).movedim(2, 0).flatten(0, 1)
+
+    def at(self, data: slice | Tensor) -> GroupedBlock:
+        if isinstance(data, slice):
+            start, stop, _ = data.indices(self.n_data)
+            return replace(self, whole=self.whole.at(slice(start * self.group_size, stop * self.group_size)))
+        rows = data.unsqueeze(1) * self.group_size + torch.arange(self.group_size, device=data.device)
+        return replace(self, whole=self.whole.at(rows.flatten()))
+
+    def cast(self, dtype: torch.dtype) -> GroupedBlock:
+        return replace(self, whole=self.whole.cast(dtype))
+
+    def in_basis(self, basis: ProductBasis) -> GroupedBlock:
+        return replace(self, whole=self.whole.in_basis(basis))
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
+        kernel = self.whole.kernel_by_factors(other)
+        return None if kernel is None else lambda: self._grouped(kernel())
+
+    # Contractions: those of single rows are the rows' own.
+
+    @property
+    def contracts_factors(self) -> bool:
+        return self.whole.rank_one() is not None
+
+    def dense(self) -> Tensor:
+        return self._grouped(self.whole.dense())
+
+    def bound(self) -> Tensor:
+        return self.whole.bound()
+
+    def entries(self, index: Tensor) -> Tensor:
+        return self._grouped(self.whole.entries(index))
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return self.whole.apply(vectors).unflatten(1, (-1, self.group_size)).flatten(2)
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        return self.whole.weighted_norms(weights).unflatten(0, (-1, self.group_size)).flatten(1)
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        """Gram within every group; of outer products Σ_o g_ko (Σ_i a_i w_oi a'_i) g'_lo, without dense pieces."""
+        factors = self.whole.rank_one()
+        if factors is None:
+            return super().weighted_gram(weights)
+        shape = (-1, factors.n_outputs) if factors.input_first else (factors.n_outputs, -1)
+        matrix = weights.view(shape) if factors.input_first else weights.view(shape).T  # [I, O]
+        per_group = 8 * self.group_size**2 * (sum(matrix.shape) + self.whole.n_cotangents * factors.n_outputs)
+        step = max(1, CHUNK_BYTES // per_group) * self.group_size
+        factors = factors.to(weights.dtype)
+        parts = [self._gram(factors, matrix, slice(i, i + step)) for i in range(0, self.whole.n_data, step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gram(self, factors: RankOne, matrix: Tensor, rows: slice) -> Tensor:
+        """The Gram of some of the groups, `[b, n·K, n·K]`, for weights `[I, O]`."""
+        a = factors.a[rows].unflatten(0, (-1, self.group_size))
+        between = (a.unsqueeze(2) * a.unsqueeze(1)) @ matrix  # [b, n, n, O]
+        if factors.g is None:
+            values = torch.diag_embed(between)  # an output of a head has weights of its own
+        else:
+            g = factors.g[:, rows].movedim(0, 1).unflatten(0, (-1, self.group_size))  # [b, n, K, O]
+            values = (g.unsqueeze(2) * between.unsqueeze(3)) @ g.unsqueeze(1).mT  # [b, n, n, K, K]
+        return values.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -208,3 +298,68 @@ def group_left_over(size: int | None, rows: int) -> InvalidArgument:
         f"group_size={size} does not divide the number of inputs: {rows} of their rows are left over. Give as many "
         "inputs as there are groups of this size."
     )
+
+
+Scales = Sequence[Tensor] | None
+"""A factor per random parameter, 0-dim or `[1]` each: its prior variance; None for ones."""
+
+
+def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
+    """K between the data of two Jacobians, `[B, C, M, C]`, float64.
+
+    Args:
+        first: J of B data.
+        second: J of M data.
+        scales: Prior variance of every random parameter.
+    """
+    pairs = zip(first.blocks, second.blocks, strict=True)
+    return total(_scaled(block_kernel(x, y), scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
+
+
+def kernel_at(jacobian: Jacobian, scales: Scales = None) -> Tensor:
+    """k(x_b, x_b) of every datum, `[B, C, C]`, float64."""
+    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_gram(_ones(block)), scales, i))
+
+
+def kernel_diagonal(jacobian: Jacobian, scales: Scales = None) -> Tensor:
+    """Its diagonals, `[B, C]`, float64."""
+    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_norms(_ones(block)), scales, i))
+
+
+def block_kernel(x: Block, y: Block) -> Tensor:
+    """Σ_p J[k, b, p] J'[l, m, p] of the blocks of one tensor, `[K, B, L, M]`, float64."""
+    kernels = [_by_factors(u, v) for u in x.terms for v in y.terms]
+    if None in kernels:
+        return _multiplied_out(x, y)
+    return total(kernel() for kernel in kernels if kernel is not None)
+
+
+def _by_factors(x: Block, y: Block) -> Callable[[], Tensor] | None:
+    """The kernel as the first of two blocks knows it, or the second."""
+    by_first = x.kernel_by_factors(y)
+    if by_first is not None:
+        return by_first
+    by_second = y.kernel_by_factors(x)
+    return None if by_second is None else lambda: by_second().permute(2, 3, 0, 1)
+
+
+def _multiplied_out(x: Block, y: Block) -> Tensor:
+    """The kernel by dense pieces of both, contracted and dropped."""
+    others = [widened(y.dense())] if isinstance(y, DenseBlock) else None
+    rows: list[Tensor] = []
+    for piece in x.pieces():
+        columns = [flat_product(widened(piece), widened(other)) for other in (others or y.pieces())]
+        rows.append(torch.cat(columns, 3))
+    return torch.cat(rows, 1)
+
+
+def _scaled(values: Tensor, scales: Scales, i: int) -> Tensor:
+    return values if scales is None else widened(scales[i]).reshape(()) * values
+
+
+def _double(block: Block) -> Block:
+    return block.cast(wide_dtype(block.bound().device))
+
+
+def _ones(block: Block) -> Tensor:
+    return torch.ones(block.size, dtype=wide_dtype(block.bound().device), device=block.bound().device)

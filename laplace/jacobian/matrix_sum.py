@@ -10,8 +10,7 @@ from torch import Tensor
 
 from laplace.core.checks import all_finite
 from laplace.core.gram import add_gram, mirror
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import Block, TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.packed import Entries, SymmetricForm

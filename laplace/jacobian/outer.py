@@ -1,22 +1,190 @@
-"""Sums of outer products Σ_t g ⊗ a over the positions t that share a tensor, as of linear layers and convolutions."""
+"""Blocks of factors, Σ_t g ⊗ a over the positions t that share a tensor, as of linear layers and convolutions."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.precision_policy import widened
-from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, sum_of_squares, total
-from laplace.jacobian.factored import FactoredBlock, flat_product, kernel_by_grams
+from laplace.jacobian.blocks import (
+    BLOCKS,
+    CHUNK_BYTES,
+    Block,
+    PickedBlock,
+    ProductBasis,
+    RankOne,
+    TensorShape,
+    all_of,
+    by_row,
+    concatenated,
+    entries_of,
+    of_each,
+    sum_of_squares,
+    total,
+)
 from laplace.jacobian.patches import Patches, as_tensor
-from laplace.jacobian.rows import concatenated, entries_of
 from laplace.weights.problem import Selection
+
+_DOUBLE = 8  # bytes of a number in float64
+S = TypeVar("S")
+F = TypeVar("F", bound="FactoredBlock")
+
+
+class FactoredBlock(Block):
+    """Σ_t g ⊗ a over T positions and in G groups, whose curvature has the Kronecker factors Σ g gᵀ and Σ a aᵀ.
+
+    Attributes:
+        g: Output gradients `[K, B, T, ..., O]`.
+        input_first: True if the tensor's first dimension is the input side.
+    """
+
+    g: Tensor
+    input_first: bool
+
+    @abstractmethod
+    def with_factors(self: F, inputs: Callable[[Tensor], Tensor], g: Tensor) -> F:
+        """The block with other factors.
+
+        Args:
+            inputs: Maps every tensor of the input side, `[B, T, ...]`.
+            g: Output gradients.
+        """
+
+    @property
+    @abstractmethod
+    def gradients(self) -> Tensor:
+        """Output gradients with their groups, `[K, B, T, G, O]`."""
+
+    @property
+    @abstractmethod
+    def shares_outputs(self) -> bool:
+        """True if g are the gradients of the layer's outputs, which its other tensors share."""
+
+    @abstractmethod
+    def output_rows(self, *, reduce: bool) -> Tensor:
+        """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
+
+    @abstractmethod
+    def input_side(
+        self, gram: Callable[[Tensor | Patches], S], weights: Tensor | None = None, *, reduce: bool
+    ) -> S | Tensor | None:
+        """Input side Σ w a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
+
+        Args:
+            gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.
+            weights: How often every datum counts, `[B]`; None for once.
+            reduce: Average a over the positions of a datum.
+
+        Returns:
+            The input side, or None for a bias.
+        """
+
+    @abstractmethod
+    def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
+        """Number of rows of the input side, each with its datum's weight, 0-dim: positions, or with `reduce` data."""
+
+    @property
+    def n_positions(self) -> int:
+        """Number of positions T that share the tensor."""
+        return self.gradients.shape[2]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups G with weights of their own."""
+        return self.gradients.shape[3]
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs O of a group."""
+        return self.gradients.shape[4]
+
+    @property
+    def n_cotangents(self) -> int:
+        return self.g.shape[0]
+
+    @property
+    def n_data(self) -> int:
+        return self.g.shape[1]
+
+    @property
+    def product(self) -> FactoredBlock:
+        return self
+
+    def at(self: F, data: slice | Tensor) -> F:
+        return self.with_factors(lambda inputs: inputs[data], self.g[:, data])
+
+    def select_outputs(self, outputs: Tensor) -> Block:
+        return self.with_factors(lambda inputs: inputs, of_each(self.g, outputs))
+
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(type(self), others)
+        if alike is None:
+            return super().join(others)
+        return self.with_factors(lambda inputs: inputs, torch.cat([self.g, *(other.g for other in alike)]))
+
+    def fold_positions(self, n_positions: int) -> Block | None:
+        if self.n_positions != n_positions:
+            return None
+        return self.with_factors(lambda inputs: inputs.flatten(0, 1).unsqueeze(1), self.g.flatten(1, 2).unsqueeze(2))
+
+    def fold_cotangents(self, n_positions: int) -> Block:
+        return self.with_factors(lambda inputs: inputs.repeat_interleave(n_positions, 0), by_row(self.g, n_positions))
+
+    def cast(self, dtype: torch.dtype) -> Block:
+        return self.with_factors(lambda inputs: inputs.to(dtype) if inputs.is_floating_point() else inputs,
+                                 self.g.to(dtype))  # fmt: skip
+
+    def detached(self) -> Block:
+        return self.with_factors(lambda inputs: inputs.detach().contiguous(), self.g.detach().contiguous())
+
+
+def unpicked(block: Block) -> Block:
+    """The block that a block is single entries of; itself where it is none."""
+    return unpicked(block.whole) if isinstance(block, PickedBlock) else block
+
+
+def kernel_by_grams(
+    x: FactoredBlock, y: FactoredBlock, input_products: Callable[[slice, slice], Tensor]
+) -> Callable[[], Tensor]:
+    """Σ_g Σ_tt' (a·a')(g·g') of two blocks of one tensor, `[K, B, L, M]`, float64, in chunks of their data.
+
+    Args:
+        x: A block of B data.
+        y: A block of M data.
+        input_products: Gives a · a' of slices of the data of both, `[G, b, T, m, T']`, float64.
+    """
+
+    def products(i: slice, j: slice) -> Tensor:
+        inputs = input_products(i, j)
+        outputs = torch.einsum("kbtgo,lmsgo->gkbtlms", widened(x.gradients[:, i]), widened(y.gradients[:, j]))
+        if x.n_positions == y.n_positions == 1:
+            return (outputs[:, :, :, 0, :, :, 0] * inputs[:, None, :, 0, None, :, 0]).sum(0)
+        return torch.einsum("gkbtlms,gbtms->kblm", outputs, inputs)
+
+    def kernel() -> Tensor:
+        return torch.cat([torch.cat([products(i, j) for j in _chunks(y, x)], 3) for i in _chunks(x, y)], 1)
+
+    return kernel
+
+
+def _chunks(x: FactoredBlock, y: FactoredBlock) -> Iterator[slice]:
+    """Consecutive data of x, so few that the Gram of output gradients with as many of y fits a chunk."""
+    pairs = x.n_cotangents * y.n_cotangents * x.n_positions * y.n_positions * x.groups
+    step = max(1, int((CHUNK_BYTES / (_DOUBLE * pairs)) ** 0.5))
+    for start in range(0, x.n_data, step):
+        yield slice(start, start + step)
+
+
+def flat_product(x: Tensor, y: Tensor) -> Tensor:
+    """Scalar products of `[K, B, ...]` and `[L, M, ...]`, `[K, B, L, M]`."""
+    return (x.flatten(0, 1).flatten(1) @ y.flatten(0, 1).flatten(1).T).view(*x.shape[:2], *y.shape[:2])
+
 
 _KEPT_BELOW = 128
 """Output gradients of a datum, K · O, from which on a product with its patches takes so long that these may be unfolded

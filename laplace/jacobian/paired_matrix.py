@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, total
 from laplace.jacobian.packed import SymmetricForm, products, strips
 from laplace.jacobian.pairs import Pairs, Part
 

@@ -23,8 +23,7 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, TensorShape
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape
 from laplace.jacobian.heads import HeadBlock, heads_alone
 from laplace.jacobian.packed import SymmetricForm, n_products, strips
 

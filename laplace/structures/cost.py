@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import TensorShape
 from laplace.jacobian.matrix_sum import MatrixSum
 
 DOUBLE = 8

@@ -16,10 +16,8 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
-from laplace.jacobian.blocks import Block, MappedBlock
-from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasis
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.joined import JoinedBlock
 from laplace.structures import algebra
 from laplace.structures.factor_eigen import FactorEigen
 from laplace.structures.indefinite import without_rounding

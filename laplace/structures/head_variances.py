@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES
 
 _COLUMNS = 32
 """Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape, total
+from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape, total
 from laplace.structures import algebra
 from laplace.structures.low_rank_factors import Side
 

@@ -23,7 +23,7 @@ from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.structures import fields, subspace
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from laplace.core.hyperparameters import check_counts
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import TensorShape
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kronecker_eigenvectors import pair_bytes

@@ -14,9 +14,8 @@ from torch import Tensor
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import ProductBasis
-from laplace.jacobian.factored import unpicked
+from laplace.jacobian.blocks import Block, ProductBasis
+from laplace.jacobian.outer import unpicked
 from laplace.structures.low_rank_factors import Side
 
 

@@ -17,8 +17,7 @@ from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import total
+from laplace.jacobian.blocks import Block, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.log_det import Pairs, log_det_ratio

@@ -17,7 +17,7 @@ from laplace.core.positions import rows_of
 from laplace.engines.outputs import outputs
 from laplace.enums import PredType
 from laplace.errors import CurvatureError
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler

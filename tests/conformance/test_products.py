@@ -8,7 +8,7 @@ import pytest
 
 from laplace.engines.native.outer import OuterEngine
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import TensorShape
 from tests import problems as catalogue
 from tests.conformance.backends import Backend, computed, engine_of, expected
 from tests.conformance.cases import Case, thinned

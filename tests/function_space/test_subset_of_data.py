@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
-from laplace.jacobian import contractions, kernels, outer
+from laplace.jacobian import blocks, jacobian, outer
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import OuterBlock
@@ -404,7 +404,7 @@ def test_a_prediction_is_one_pass_of_the_batch(monkeypatch: pytest.MonkeyPatch) 
     problem = catalogue.get("mlp_classification")
     model = problem.make_model()
     la = Laplace(model, "classification", "all", "gp", n_subset=5, **HYPER)
-    monkeypatch.setattr(kernels, "_multiplied_out", multiplied_out)
+    monkeypatch.setattr(jacobian, "_multiplied_out", multiplied_out)
     la.fit(problem.batches(4))
     kinds = OuterBlock | HeadBlock
     assert all(isinstance(block, kinds) for part in la.fitted().curvature.dual.parts for block in part.blocks)
@@ -428,7 +428,7 @@ def multiplied_out(*blocks: Block) -> Tensor:
 def test_results_do_not_depend_on_the_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = catalogue.get(name)
     expected = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
-    for module in (contractions, outer, dual):
+    for module in (blocks, outer, dual):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
     found = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
     assert_close(found, expected, "algebra")

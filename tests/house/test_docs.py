@@ -10,7 +10,7 @@ import pytest
 
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS
 from laplace.structures import STRUCTURES

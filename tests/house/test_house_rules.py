@@ -109,8 +109,7 @@ DEFAULTS = {
         {"add_blocks", "add_diag", "add_full", "head_jacobian", "sketch"},
     ),
     "jacobian/blocks.py:Block": Defaults("a dense block may stand for every block, one of factors or not"),
-    "jacobian/contractions.py:Contractions": Defaults("contractions of dense pieces are right for every block"),
-    "jacobian/factored.py:FactoredBlock": Defaults("output gradients in patches cannot be folded", {"fold_positions"}),
+    "jacobian/outer.py:FactoredBlock": Defaults("output gradients in patches cannot be folded", {"fold_positions"}),
     "likelihoods/base.py:Likelihood": Defaults("likelihoods at other outputs count as the ones behind them", {"count"}),
     "likelihoods/base.py:NoiseFreeLikelihood": Defaults(
         "a single reward is its own mean; an expansion of a sigmoid may leave [0, 1]; moments have links of their own",

@@ -8,17 +8,21 @@ from torch import Tensor
 
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
-from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
-from laplace.jacobian.contractions import ProductBasis
-from laplace.jacobian.factored import unpicked
-from laplace.jacobian.grouped import GroupedBlock
-from laplace.jacobian.head_rows import HeadRows
-from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
+from laplace.jacobian.blocks import (
+    Block,
+    DenseBlock,
+    JoinedBlock,
+    LazyBlock,
+    MappedBlock,
+    PickedBlock,
+    ProductBasis,
+    SumBlock,
+    from_state,
+)
+from laplace.jacobian.heads import HeadBlock, HeadRows, RotatedHeadBlock, as_head
 from laplace.jacobian.index import IndexBlock
-from laplace.jacobian.joined import JoinedBlock
-from laplace.jacobian.kernels import block_kernel
-from laplace.jacobian.lazy import LazyBlock
-from laplace.jacobian.outer import OuterBlock
+from laplace.jacobian.jacobian import GroupedBlock, block_kernel
+from laplace.jacobian.outer import OuterBlock, unpicked
 from laplace.weights.problem import Selection
 from tests.reference.compare import assert_close
 

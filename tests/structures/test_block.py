@@ -9,7 +9,7 @@ from torch import nn
 from laplace import BlockLaplace, FullLaplace, Laplace
 from laplace.core.layout import Layout
 from laplace.errors import InvalidArgument
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.outer import OuterBlock
 from laplace.structures.block import BlockCurvature
 from tests import problems as catalogue

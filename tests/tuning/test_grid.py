@@ -299,11 +299,11 @@ def test_passes_of_the_network(weights: str, structure: str, n_candidates: int) 
 
 def test_a_parameter_without_a_rule_is_not_differentiated_per_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces are computed when they are asked for: once, not once per candidate."""
-    from laplace.jacobian import contractions
+    from laplace.jacobian import blocks
 
-    monkeypatch.setattr(contractions, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 8)
     calls: list[int] = []
-    whole = contractions.Contractions.pieces
+    whole = blocks.Block.pieces
 
     def counted(self: Any) -> Any:
         calls.append(1)
@@ -319,7 +319,7 @@ def test_a_parameter_without_a_rule_is_not_differentiated_per_candidate(monkeypa
 
     la = Laplace(Bare(), "classification", "all", "diag")
     la.fit(grid.batches())
-    monkeypatch.setattr(contractions.Contractions, "pieces", counted)
+    monkeypatch.setattr(blocks.Block, "pieces", counted)
     numbers: list[int] = []
     for n_candidates in (2, 20):
         calls.clear()

@@ -16,10 +16,10 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
 from laplace.engines.thin_factor import Factor, ThinFactor, added, dense
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import KroneckerFactored, total
+from laplace.jacobian.blocks import Block, total
 from laplace.jacobian.heads import Head, unrotated
 from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.outer import FactoredBlock
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
@@ -263,7 +263,7 @@ class KronSum:
                 total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
         return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
 
-    def _kronecker(self, slot: int, block: Block, product: KroneckerFactored, first: int, seen: set[str]) -> None:
+    def _kronecker(self, slot: int, block: Block, product: FactoredBlock, first: int, seen: set[str]) -> None:
         output = self._output_key(slot, product)
         if output not in seen:
             seen.add(output)
@@ -284,7 +284,7 @@ class KronSum:
             "kron", block.size, output, None if inputs is None else key, positions, input_first, block.product_index
         )
 
-    def _output_key(self, slot: int, product: KroneckerFactored) -> str:
+    def _output_key(self, slot: int, product: FactoredBlock) -> str:
         """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
         shared = product.shares_outputs and self.problem.slots[slot].entries is None
         return f"out:{self.origins[slot].use}" if shared else f"own:{slot}"

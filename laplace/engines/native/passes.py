@@ -17,11 +17,9 @@ from laplace.engines.native.capture import Capture
 from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.plan import Plan
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.blocks import Block, DenseBlock
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.lazy import LazyBlock
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 

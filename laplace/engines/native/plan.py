@@ -30,8 +30,7 @@ from laplace.engines.native.layers import BatchAxis, RoutedRows, rule_for
 from laplace.engines.native.proof import Probe, close, probe
 from laplace.engines.native.routing import Routing
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.blocks import Block, TensorShape
 from laplace.jacobian.heads import gradients_are
 from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem

@@ -22,9 +22,8 @@ from torch import Tensor
 from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import UnsupportedError
-from laplace.jacobian.contractions import CHUNK_BYTES
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
+from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
 
 _DOUBLE = 8

@@ -21,8 +21,7 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import kernel
+from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.structures import algebra, fields
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.dual import pulled

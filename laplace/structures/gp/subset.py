@@ -16,7 +16,7 @@ from laplace.core.random_numbers import uniform
 from laplace.engines.engine import CurvatureEngine
 from laplace.engines.outputs import outputs
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.jacobian.kernels import kernel_at
+from laplace.jacobian.jacobian import kernel_at
 from laplace.structures.gp.observed import POSITIONS, observed
 
 SELECTIONS = ("random", "top", "leverage")

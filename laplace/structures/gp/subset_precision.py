@@ -13,8 +13,7 @@ from torch import Tensor
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import UnsupportedError
-from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
 from laplace.structures.gp.dual import Basis, Projected, Span, each_output, pulled
 from laplace.structures.powers import shrinking_slopes
