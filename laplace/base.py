@@ -26,7 +26,7 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.posterior.attributes import Chosen
-from laplace.posterior.choices import Choices, Derived, checked_backend
+from laplace.posterior.posterior import Cache, Choices, checked_backend
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
@@ -151,8 +151,8 @@ class BaseLaplace(CheckedConstructor, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Attributes that are copied and pickled: nothing derived, and hyper-parameters without their graph."""
         now = self._posterior
-        choices = now.choices.with_loss_of(now.derived.backend)
-        copied = replace(now, choices=choices, hypers=now.hypers.detached(), derived=Derived())
+        choices = now.choices.with_loss_of(now.cache.backend)
+        copied = replace(now, choices=choices, hypers=now.hypers.detached(), cache=Cache())
         return self.__dict__ | {"_posterior": copied}
 
     # The one reference.
@@ -160,7 +160,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     def snapshot(self) -> Posterior:
         """An immutable copy of the posterior, which later assignments to this object do not change."""
         now = self._posterior
-        return replace(now, data=None if now.data is None else now.data.settled(), owner=self)
+        return replace(now, data=None if now.data is None else now.data.completed(), owner=self)
 
     def set_posterior(self, posterior: Posterior) -> None:
         """Replaces the posterior of this object, e.g. by one of `snapshot()`."""

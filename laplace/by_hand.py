@@ -39,7 +39,7 @@ class FittedByHand:
         "not by linearised predictions. Reading it gives a copy.",
     )
     loss = Part["float | Tensor"](
-        lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
+        lambda now: 0.0 if now.data is None else now.data.active_fit.loss_terms.sum(),
         "Summed loss of the training data, 0-dim: the negative log likelihood at σ = T = 1, without constants; 0 "
         "before `fit`.",
     )

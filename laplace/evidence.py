@@ -5,6 +5,7 @@ log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,38 +21,6 @@ from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Precision
 
 
-class Distance:
-    """Squares of θ* − μ₀, which are the same at every prior precision: a search over these asks for them at each step.
-
-    Those of the last two vectors are kept, with the vectors, whose values are not compared: other vectors are other
-    objects. Nothing is kept of vectors that require a gradient, nor P numbers.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
-
-    def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
-        """(θ − μ₀)², summed over the entries that share a precision: in the shape of δ.
-
-        Args:
-            prior: N(μ₀, P₀⁻¹).
-            theta: θ, `[P]`.
-        """
-        mean = prior.mean
-        if theta.requires_grad or mean.requires_grad or not prior.is_constant_per_tensor:
-            return prior.squares(theta)
-        key, last = (id(theta), version(theta), id(mean), version(mean), prior.precision.shape), self._last
-        if last is None or last[0] != key:
-            with kept_for_later():
-                self._last = last = key, (theta, mean), prior.squares(theta)
-        return last[2]
-
-
-def version(tensor: Tensor) -> int:
-    """Number of times that a tensor was written to; of inference mode, or through `.data`, no write is counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """The terms of the log evidence at one setting of the hyper-parameters; each is differentiable in them.
@@ -65,7 +34,7 @@ class Evidence:
         sigma_noise: 0-dim or `[C]`.
         temperature: 0-dim.
         options: Options of the structure's precision.
-        distance: Of θ* from μ₀, as it is known from other settings.
+        squares: `GaussianPrior.squares`, (θ* − μ₀)² summed over entries that share a precision, or a cache of it.
     """
 
     fit: Fit
@@ -76,7 +45,7 @@ class Evidence:
     sigma_noise: Tensor
     temperature: Tensor
     options: dict[str, Any]
-    distance: Distance
+    squares: Callable[[GaussianPrior, Tensor], Tensor] = GaussianPrior.squares
 
     def constant(self) -> Evidence:
         """The same at hyper-parameters without a graph."""
@@ -139,7 +108,7 @@ class Evidence:
     def scatter(self) -> Tensor:
         """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
         prior = self.effective_prior
-        return prior.precision @ self.distance.squares(prior, self.mean).to(prior.precision.dtype)
+        return prior.precision @ self.squares(prior, self.mean).to(prior.precision.dtype)
 
     @property
     def log_marginal_likelihood(self) -> Tensor:

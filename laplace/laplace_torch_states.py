@@ -128,7 +128,7 @@ def _of_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:
     H = Kron(state["H"]) if isinstance(state["H"], list) else state["H"]
     numbers = {name: state[name] for name in ("loss", "n_data", "n_outputs")}
     made = with_parts(without_data(posterior), H=H, **numbers)
-    return replace(made, data=made.require_fitted().settled())
+    return replace(made, data=made.require_fitted().completed())
 
 
 def _plain(value: Any) -> Any:

@@ -25,7 +25,7 @@ from laplace.weights.subnetwork import Subnetwork
 def _factors(now: Posterior) -> Any:
     from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
-    source = None if now.data is None else now.data.factored
+    source = None if now.data is None else now.data.factors_fit
     if source is None or source.H is None:
         return None
     return source.H if isinstance(source.H, Kron) else source.complete.curvature.public().factors

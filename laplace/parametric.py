@@ -24,9 +24,8 @@ from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
 from laplace.posterior.assembled import with_root
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.predictor import PosteriorPredictor
-from laplace.posterior.refined import Refinement
 from laplace.predicting import Predicting
 from laplace.state import Kept
 from laplace.structures.base import Precision

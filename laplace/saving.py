@@ -20,7 +20,7 @@ from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of
-from laplace.posterior.choices import Choices
+from laplace.posterior.posterior import Choices
 from laplace.structures.base import Curvature
 
 _IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
@@ -70,7 +70,7 @@ class Recipe:
                 f"la.save of a {kind.__name__}, a class that Laplace(...) does not find by names; give the class a "
                 f"_key of its own (docs/add_a_structure.md), or {_INSTEAD}."
             )
-        if choices.with_loss_of(la.snapshot().derived.backend).loss is not None:
+        if choices.with_loss_of(la.snapshot().cache.backend).loss is not None:
             raise UnsupportedError(f"la.save of a posterior whose backend has a loss that was assigned; {_INSTEAD}.")
         if own := assigned_functions(la):
             raise UnsupportedError(f"la.save of a posterior with {own} assigned, which would be lost; {_INSTEAD}.")

@@ -18,9 +18,7 @@ from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same
 from laplace.network.model_guard import model_lock
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.first_outputs import with_channels
-from laplace.posterior.fitted import Fitted
-from laplace.posterior.posterior import Posterior
-from laplace.posterior.refined import Refinement
+from laplace.posterior.posterior import Fitted, Posterior, Refinement
 from laplace.saving import Recipe, Saved
 from laplace.structures.base import Curvature, move
 from laplace.weights.problem import Problem

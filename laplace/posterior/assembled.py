@@ -14,8 +14,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.posterior.fitted import FitByHand, Fitted, form_of
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Fitted, ManualFit, Posterior, form_of
 
 
 def without_data(posterior: Posterior) -> Posterior:
@@ -27,8 +26,8 @@ def without_data(posterior: Posterior) -> Posterior:
     """
     posterior = with_backend_loss(posterior)
     structure, like = posterior.choices.structure, _like(posterior)
-    source = FitByHand(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
-    return posterior.with_data(source, posterior.derived.engine)
+    source = ManualFit(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
+    return posterior.with_data(source, posterior.cache.engine)
 
 
 def restarted(posterior: Posterior, former: Fitted | None) -> Posterior:
@@ -40,10 +39,10 @@ def restarted(posterior: Posterior, former: Fitted | None) -> Posterior:
     """
     data = posterior.require_fitted()
     if former is None:
-        return replace(posterior, data=replace(data, apart=_by_hand(data, posterior)))
+        return replace(posterior, data=replace(data, separate_factors=_by_hand(data, posterior)))
     known = former.source
     source = replace(data.source, loss_terms=known.loss_terms, n_data=known.n_data, n_outputs=known.n_outputs)
-    return replace(posterior, data=replace(data, source=source, apart=former.factored))
+    return replace(posterior, data=replace(data, source=source, separate_factors=former.factors_fit))
 
 
 def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
@@ -75,7 +74,7 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
 
 def with_backend_loss(posterior: Posterior) -> Posterior:
     """The posterior whose fits have the loss that a user assigned to its backend."""
-    choices = posterior.choices.with_loss_of(posterior.derived.backend)
+    choices = posterior.choices.with_loss_of(posterior.cache.backend)
     return posterior if choices is posterior.choices else posterior.with_choices(loss=choices.loss)
 
 
@@ -127,10 +126,10 @@ def checked_H(posterior: Posterior, H: Any) -> Any:
     return form.checked(H, posterior.problem, _like(posterior), choices.precision_options)
 
 
-def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> FitByHand:
+def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> ManualFit:
     """The fit of the same data with another curvature; None for none."""
     now, structure = data.source, posterior.choices.structure
-    return FitByHand(H, structure, now.loss_terms, now.n_data, now.n_outputs, now.coverage, now.draws)
+    return ManualFit(H, structure, now.loss_terms, now.n_data, now.n_outputs, now.coverage, now.draws)
 
 
 def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
@@ -140,15 +139,15 @@ def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
 
 def _factors(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
     if value is None:
-        return replace(data, apart=_by_hand(data, posterior))
-    if data.apart is None or data.apart.H is None:
-        return replace(_curvature(data, posterior, value), apart=None)
-    return replace(data, apart=_by_hand(data, posterior, checked_H(posterior, value)))
+        return replace(data, separate_factors=_by_hand(data, posterior))
+    if data.separate_factors is None or data.separate_factors.H is None:
+        return replace(_curvature(data, posterior, value), separate_factors=None)
+    return replace(data, separate_factors=_by_hand(data, posterior, checked_H(posterior, value)))
 
 
 def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
     mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
-    return replace(data, assigned_mean=None if torch.equal(mean, data.mean) else mean)
+    return replace(data, assigned_mean=None if torch.equal(mean, data.expansion_point) else mean)
 
 
 def _loss(data: Fitted, posterior: Posterior, value: Any) -> Fitted:

@@ -25,11 +25,11 @@ def warn_of_default_noise(posterior: Posterior) -> None:
     Args:
         posterior: The posterior.
     """
-    if not posterior.likelihood.has_noise or posterior.derived.noise_seen or posterior.data is None:
+    if not posterior.likelihood.has_noise or posterior.cache.noise_seen or posterior.data is None:
         return
     if not checks.numbers_are_known() or posterior.overrides("sigma_noise"):
         return
-    posterior.derived.noise_seen = True
+    posterior.cache.noise_seen = True
     fit = posterior.map_fit
     squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
     if squares is None or fit.n_data * fit.n_outputs / len(squares) < _FEWEST:

@@ -31,10 +31,9 @@ from laplace.network.spread import require_whole
 from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
-from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import call_of, discovered, informed, look_for_sigmoid
 from laplace.posterior.hooked import HookedPass, number_of_data
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Posterior, match_lengths
 from laplace.posterior.resumed import started_again
 from laplace.posterior.together import Started, started_together
 from laplace.structures.algebra import bars
@@ -135,7 +134,7 @@ def measured(
             raise InvalidData(fitting.NO_DATA)
         posterior, train_loader = started.posterior, started.loader
         # Their lengths could not be checked while the last layer was unknown.
-        posterior = posterior.at(restricted(posterior.hypers, posterior.weights))
+        posterior = posterior.at(match_lengths(posterior.hypers, posterior.weights))
         engine = _fitting_engine(posterior, go_on=go_on, rank=0 if processes is None else processes.rank)
         if weights is not None:
             engine.require_weighing(weights.name)
@@ -251,7 +250,7 @@ def _fitting_engine(posterior: Posterior, *, go_on: bool, rank: int = 0) -> Curv
         rank: Number of this process, by which its draws differ from those of others.
     """
     choices, split = posterior.choices, posterior.hypers.sigma_noise.numel() > 1
-    former = posterior.derived.engine if go_on else None
+    former = posterior.cache.engine if go_on else None
     if former is not None and former.split_outputs != split:
         former = None
     engine = former or choices.engine(posterior.weights, posterior.problem, split_outputs=split)

@@ -24,17 +24,18 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_precision as autocast_off
-from laplace.posterior.posterior import Owner, Posterior
+from laplace.posterior.posterior import Posterior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
 from laplace.structures.kron import KronCurvature
 
 if TYPE_CHECKING:
+    from laplace.base import BaseLaplace
     from laplace.compat.kronecker import KronDecomposed
 
 
-def posterior_before(la: Owner, name: str) -> Precision:
+def posterior_before(la: BaseLaplace, name: str) -> Precision:
     """The posterior with what users override of the moments that come before `name`.
 
     Args:
@@ -49,7 +50,7 @@ def posterior_before(la: Owner, name: str) -> Precision:
     return la.posterior()
 
 
-def own_precision(la: Owner) -> Precision:
+def own_precision(la: BaseLaplace) -> Precision:
     """The posterior by a user's `posterior_precision`.
 
     Raises:
@@ -58,7 +59,7 @@ def own_precision(la: Owner) -> Precision:
     return _given(la, "posterior_precision", member(la, "posterior_precision"))
 
 
-def own_diagonal(la: Owner, prior: GaussianPrior) -> Tensor:
+def own_diagonal(la: BaseLaplace, prior: GaussianPrior) -> Tensor:
     """A user's `prior_precision_diag`, `[P]`.
 
     Raises:
@@ -68,7 +69,7 @@ def own_diagonal(la: Owner, prior: GaussianPrior) -> Tensor:
     return _positive(la, "prior_precision_diag", values.to(prior.precision))
 
 
-def own_fit(la: Owner, fit: Fit) -> Fit:
+def own_fit(la: BaseLaplace, fit: Fit) -> Fit:
     """A fit with what a user's class overrides of it.
 
     Raises:
@@ -105,7 +106,7 @@ def own_fit(la: Owner, fit: Fit) -> Fit:
     return fit
 
 
-def own_posterior(la: Owner, plain: Posterior) -> Precision:
+def own_posterior(la: BaseLaplace, plain: Posterior) -> Precision:
     """The posterior precision before any moment that users override but the first.
 
     Args:
@@ -120,7 +121,7 @@ def own_posterior(la: Owner, plain: Posterior) -> Precision:
     return resolved(la, plain).precision()
 
 
-def resolved(la: Owner, plain: Posterior) -> Posterior:
+def resolved(la: BaseLaplace, plain: Posterior) -> Posterior:
     """A posterior with the data, the mean and the hyper-parameters that users' methods give, by the library alone.
 
     Args:
@@ -135,7 +136,7 @@ def resolved(la: Owner, plain: Posterior) -> Posterior:
     return replace(plain, hypers=Hyperparameters(prior.precision, prior.mean, noise, temperature), data=data)
 
 
-def predictive_posterior(la: Owner) -> Precision:
+def predictive_posterior(la: BaseLaplace) -> Precision:
     """The posterior as predictions see it, with all that users override."""
     precision = posterior_before(la, "functional_variance")
     return UsersPrecision(la.snapshot(), precision) if is_overridden(la, *COVARIANCES) else precision
@@ -217,7 +218,7 @@ class UsersPrecision(Precision):
         return self.precision.scale
 
 
-def _given(la: Owner, name: str, value: Any) -> Precision:
+def _given(la: BaseLaplace, name: str, value: Any) -> Precision:
     """The posterior with one of its moments as a user computes it.
 
     Raises:
@@ -254,7 +255,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
     return GivenPrecision(algebra.covariance_factor(factor).to(value.dtype))
 
 
-def _by_factors(la: Owner, name: str, value: KronDecomposed) -> Precision | None:
+def _by_factors(la: BaseLaplace, name: str, value: KronDecomposed) -> Precision | None:
     """The posterior without a dense matrix, where the fit's curvature has such factors; else None.
 
     Raises:

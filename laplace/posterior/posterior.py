@@ -1,51 +1,484 @@
-"""The posterior over the random weights as a value: other hyper-parameters, or other data, make another one."""
+"""The posterior over the weights as a value: other hyper-parameters, or other data, make another one.
+
+A `Posterior` holds `Choices` (how it is made), `Fitted` (what the data say), hyper-parameters, and a `Cache` of what
+can be computed again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
-from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
-from laplace.curvature import CurvatureInterface
+from laplace.core.batch import ForwardFn
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters, as_tensor, check_length, finite, positive
+from laplace.core.inference import kept_for_later
+from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_ours, is_overridden
+from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
-from laplace.errors import CalibrationWarning, InvalidArgument, NotFittedError, UnsupportedError, warn
+from laplace.enums import HessianStructure
+from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.content import Content
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.recovered import Loss
 from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
+from laplace.network.spread import require_whole
 from laplace.network.witness import Witness
-from laplace.posterior.assigned import Given, assigned
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.choices import Choices, Derived
-from laplace.posterior.fitted import FitByHand, Fitted
-from laplace.posterior.refined import Refinement
-from laplace.structures.base import Precision
+from laplace.predictive.options import PredictiveNames
+from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.by_hand import ByHand
 from laplace.structures.given import GivenPrecision
+from laplace.structures.indefinite import SignedOptions
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
+if TYPE_CHECKING:
+    from laplace.base import BaseLaplace
 
-class Owner(Protocol):
-    """The object that users hold: methods of their own are called on it, while it has a posterior for its own."""
+# How a posterior is made.
 
-    def holding(self, posterior: Posterior) -> AbstractContextManager[Any]:
-        """A block in which the object has another posterior."""
-        ...
+_BY_LAYER = (HessianStructure.KRON, HessianStructure.EKFAC, HessianStructure.DIAG)
+"""Structures whose sums take the inputs and output gradients of one layer at a time."""
 
-    def snapshot(self) -> Posterior:
-        """The posterior that it has now, with itself for the owner."""
-        ...
 
-    def posterior(self) -> Precision:
-        """P, as users' classes have it."""
-        ...
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Everything that was chosen when a posterior was made, besides the weights and the hyper-parameters.
+
+    Attributes:
+        likelihood: p(y | f), as it was given.
+        likelihood_object: The same as an object.
+        structure: Structure of the curvature.
+        structure_options: Its options.
+        precision_options: Options of its precisions.
+        backend_cls: Class of the curvature backend.
+        backend_kwargs: Options of its constructor.
+        asdl_fisher_kwargs: Options of the ASDL backends.
+        forward_fn: How the user calls the network; None for `model(x)`.
+        dict_key_x: Key of the inputs, for mappings.
+        dict_key_y: Key of the targets, for mappings.
+        channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
+        pred_types: Names of its predictives.
+        weights_options: Options of the choice of weights, as they were given.
+        loss: A loss that was assigned to the backend, around that of the likelihood; else None.
+    """
+
+    likelihood: Likelihood | str
+    likelihood_object: Likelihood
+    structure: type[Curvature]
+    structure_options: Any
+    precision_options: dict[str, Any]
+    backend_cls: type[CurvatureInterface]
+    backend_kwargs: dict[str, Any]
+    asdl_fisher_kwargs: dict[str, Any]
+    forward_fn: ForwardFn | None
+    dict_key_x: str
+    dict_key_y: str
+    channel_dim: int | None
+    pred_types: PredictiveNames
+    weights_options: dict[str, Any]
+    loss: Loss | None = None
+
+    def reconciled(self, model: nn.Module) -> Choices:
+        """The same, with what the structure's options say of the sign of an exact Hessian.
+
+        Raises:
+            InvalidArgument: The structure takes the exact GGN alone, and the backend has other curvature.
+            UnsupportedError: The network is spread over processes, and the curvature not one of layers' inputs and
+                output gradients.
+        """
+        backend, structure = self.backend_cls, self.structure
+        if structure.name not in _BY_LAYER or backend not in (NativeGGN, NativeEF):
+            require_whole(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
+        if structure.exact_ggn and backend.kind != "ggn":
+            raise InvalidArgument(
+                f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the "
+                "linearised network has that of the GGN: give backend=NativeGGN or another GGN backend."
+            )
+        if structure.exact_ggn and self.backend_kwargs.get("stochastic"):
+            raise InvalidArgument(
+                "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it "
+                "out."
+            )
+        if backend.kind != "hessian" or not isinstance(self.structure_options, SignedOptions):
+            return self
+        options = self.precision_options | {"indefinite": self.structure_options.indefinite}
+        return replace(self, precision_options=options)
+
+    def backend(self, weights: Weights, problem: Problem) -> CurvatureInterface:
+        """An object of the backend's class, for direct calls and for methods of users' classes.
+
+        A class of the user's sees the names "regression" and "classification" only, and is called with
+        `asdl_fisher_kwargs`, which the library's take in the constructor.
+
+        Raises:
+            InvalidArgument: The constructor does not know an option.
+        """
+        backend, ours = self.backend_cls, is_ours(self.backend_cls)
+        model, choice = weights.for_backend(problem)
+        options = {**choice, **self.backend_kwargs, **(self.asdl_fisher_kwargs if ours else {})}
+        name = self.likelihood if ours else self.likelihood_object.peer_name
+        try:
+            made = backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
+        except TypeError as error:
+            raise InvalidArgument(
+                f"backend={backend.__name__} could not be made with "
+                f"backend_kwargs={sorted(self.backend_kwargs)}: {error}"
+            ) from error
+        if self.loss is not None:
+            made.lossfunc = self.loss
+        return made
+
+    def with_loss_of(self, backend: CurvatureInterface | None) -> Choices:
+        """The same with the loss that a user assigned to a backend, for the fits that follow."""
+        if backend is None or backend.assigned_loss is self.loss:
+            return self
+        return replace(self, loss=backend.assigned_loss)
+
+    def engine(self, weights: Weights, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
+        """An engine, which keeps one curvature term per output with `split_outputs`."""
+        backend, likelihood = self.backend_cls, self.likelihood_object
+        if is_ours(backend):
+            given = {**self.backend_kwargs, **self.asdl_fisher_kwargs}
+            return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs, loss=self.loss)
+        users = self.backend(weights, problem)
+        return users.engine(problem, likelihood, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
+
+
+def checked_backend(backend: Any) -> type[CurvatureInterface]:
+    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
+
+    Raises:
+        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
+    """
+    if backend is None:
+        return NativeGGN
+    kind = backend if isinstance(backend, type) else type(backend)
+    if issubclass(kind, CurvatureInterface):
+        return kind
+    raise InvalidType(
+        f"backend={backend!r} is not accepted; give a class derived from "
+        "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
+    )
+
+
+Given = float | Tensor
+"""A hyper-parameter as users give it."""
+
+
+def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: Given) -> Hyperparameters:
+    """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph.
+
+    Args:
+        now: The present ones.
+        likelihood: p(y | f), which may have no noise.
+        weights: The weights with a distribution, by which lengths are checked as far as they are known.
+        **given: New values by name.
+
+    Raises:
+        InvalidType: A value that is neither a number nor a tensor.
+        InvalidArgument: A value that is not positive or not finite, or of a length that fits nothing.
+    """
+    checked: dict[str, Tensor] = {}
+    with kept_for_later():
+        for name, value in given.items():
+            tensor = as_tensor(name, value, like=now.prior_precision)
+            (finite if name == "prior_mean" else positive)(name, tensor)
+            if name == "prior_precision":
+                tensor = _of_matching_length(name, tensor if tensor.ndim else tensor.reshape(1), weights)
+            elif name == "prior_mean":
+                tensor = _of_matching_length(name, tensor.reshape(-1) if isinstance(value, Tensor) else tensor, weights)
+            elif name == "sigma_noise" and not likelihood.has_noise and bool((tensor != 1).any()):
+                raise InvalidArgument(
+                    f"sigma_noise={value} with likelihood={likelihood.name!r}, which has no observation noise; "
+                    "leave sigma_noise at 1."
+                )
+            elif name == "temperature" and tensor.numel() != 1:
+                raise InvalidArgument(f"temperature must be a scalar; {tensor.numel()} values were given.")
+            elif tensor.numel() == 1:
+                tensor = tensor.reshape(())
+            checked[name] = tensor
+    return replace(now, **checked)
+
+
+def match_lengths(now: Hyperparameters, weights: Weights) -> Hyperparameters:
+    """Hyper-parameters whose lengths could not be checked while the last layer was unknown.
+
+    Raises:
+        InvalidArgument: A length that fits nothing.
+    """
+    prior = _of_matching_length("prior_precision", now.prior_precision, weights)
+    mean = _of_matching_length("prior_mean", now.prior_mean, weights)
+    if prior is now.prior_precision and mean is now.prior_mean:
+        return now
+    return replace(now, prior_precision=prior, prior_mean=mean)
+
+
+def _of_matching_length(name: str, value: Tensor, weights: Weights) -> Tensor:
+    problem = weights.problem
+    if problem is None or value.numel() == 1:
+        return value
+    value, layout = weights.restrict_prior(value), problem.layout
+    tensors = {} if name == "prior_mean" else {"parameter tensors": layout.n_tensors}
+    check_length(name, value, {"one": 1, **tensors, "random parameters": layout.n_params})
+    return value
+
+
+# What the data say.
+
+
+@dataclass(frozen=True, eq=False)
+class ManualFit:
+    """A fit whose curvature was assigned.
+
+    The structure's curvature is made, of a copy, when something is first computed of it: a loop of `la.H += …` adds to
+    one tensor in place, and nothing is copied for its batches.
+
+    Attributes:
+        H: The unit curvature as it was assigned.
+        structure: Structure of the curvature that it becomes.
+        loss_terms: Summed unit negative log likelihood, `[1]`.
+        n_data: Number of data, without ignored ones.
+        n_outputs: C.
+        coverage: As of `Fit`, of the fit before.
+        draws: As of `Fit`.
+    """
+
+    H: Any
+    structure: type[Curvature]
+    loss_terms: Tensor
+    n_data: float = 0
+    n_outputs: int = 0
+    coverage: Mapping[str, str] = field(default_factory=dict)
+    draws: Tensor | None = None
+
+    @cached_property
+    def complete(self) -> Fit:
+        """The fit with its curvature."""
+        with torch.inference_mode(False), torch.no_grad():
+            curvature = self.structure.from_state(form_of(self.structure).state(self.H, self.n_data))
+        return Fit(curvature, self.loss_terms, self.n_data, self.n_outputs, dict(self.coverage), self.draws)
+
+
+def form_of(structure: type[Curvature]) -> ByHand:
+    """The form in which users assign and sum a structure's curvature.
+
+    Raises:
+        UnsupportedError: It has none.
+    """
+    if structure.by_hand is None:
+        raise UnsupportedError(
+            f"hessian_structure={structure.name!r} has no curvature that could be assigned or summed by hand; use "
+            "'full', 'kron' or 'diag', call fit, or load a state."
+        )
+    return structure.by_hand
+
+
+@dataclass(frozen=True, eq=False)
+class Refinement:
+    """A refined posterior N(θ̂, (s H + δ)⁻¹) of the linearised network, and how it was found.
+
+    Attributes:
+        method: `"map"` or `"variational"`.
+        mean: θ̂, `[P]`; where every output is a Gaussian process of its own, the weights of each, `[C, P]`.
+        fit: H and the loss, both at f_lin(x, θ̂); of a variational Gaussian H is in expectation over it.
+        steps: Newton steps for the mode, updates of the covariance for a variational Gaussian.
+        converged: Whether the tolerance was reached.
+        distance: About how far the minimum is, in posterior standard deviations (`"map"`); the last change of the
+            bound relative to its size (`"variational"`).
+        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order:
+            of every step that was taken.
+        standard_error: Of the last bound, in nats, where expectations are over random points; else 0.
+    """
+
+    method: str
+    mean: Tensor
+    fit: Fit
+    steps: int
+    converged: bool
+    distance: float
+    values: tuple[float, ...]
+    standard_error: float = 0.0
+
+    @property
+    def elbo(self) -> float | None:
+        """The evidence lower bound of the linearised model, in nats, at the end; None for a mode."""
+        return self.values[-1] if self.method == "variational" and self.values else None
+
+    def __repr__(self) -> str:
+        end = "converged" if self.converged else "NOT converged"
+        error = f" ± {self.standard_error:.2g}" if self.standard_error else ""
+        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}{error}"
+        return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
+        """The same elsewhere."""
+        return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=self.fit.moved(device, dtype))
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers and strings, from which it is made again with the unrefined fit."""
+        return {
+            "method": self.method,
+            "mean": self.mean.clone(),
+            "H": self.fit.curvature.state(),
+            "loss": self.fit.loss_terms.clone(),
+            "steps": self.steps,
+            "converged": self.converged,
+            "distance": self.distance,
+            "values": list(self.values),
+            **({"standard_error": self.standard_error} if self.standard_error else {}),
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], fit: Fit, structure: type[Curvature], device: torch.device
+    ) -> Refinement:
+        """The refinement of a state, on a device, with the data's number and coverage of the unrefined fit."""
+        curvature = structure.from_state(move(state["H"], device, None))
+        return cls(
+            state["method"],
+            state["mean"].to(device),
+            replace(fit, curvature=curvature, loss_terms=state["loss"].to(device)),
+            state["steps"],
+            state["converged"],
+            state["distance"],
+            tuple(state["values"]),
+            state.get("standard_error", 0.0),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Curvature and loss of data at the weights that a network had at the fit.
+
+    Attributes:
+        source: Curvature and loss at the network's own outputs, as they were found or assigned.
+        expansion_point: θ*, the network's weights, around which predictions are linearised, `[P]`.
+        watch: Notices that the network was changed since.
+        refinement: What inference in the linearised network found; None without it.
+        assigned_mean: Mean of the Gaussian, `[P]`, where a user assigned another one than θ*.
+        separate_factors: Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone;
+            an H of None has no factors.
+        content: Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`.
+    """
+
+    source: Fit | ManualFit
+    expansion_point: Tensor
+    watch: ModelWatch
+    refinement: Refinement | None = None
+    assigned_mean: Tensor | None = None
+    separate_factors: Fit | ManualFit | None = None
+    content: Content | None = None
+
+    @property
+    def fit(self) -> Fit:
+        """Curvature and loss at the network's own outputs."""
+        return self.source.complete
+
+    def completed(self) -> Fitted:
+        """The same with a complete fit, which nothing changes that is written into an assigned H."""
+        return self if self.source is self.fit else replace(self, source=self.fit)
+
+    @property
+    def active_fit(self) -> Fit | ManualFit:
+        """Curvature and loss, found or assigned; after a refinement, at the outputs of the linearised network."""
+        return self.source if self.refinement is None else self.refinement.fit
+
+    @property
+    def factors_fit(self) -> Fit | ManualFit:
+        """Sums whose Kronecker factors are shown."""
+        return self.active_fit if self.separate_factors is None else self.separate_factors
+
+    @property
+    def mean(self) -> Tensor:
+        """θ̂, the mean of the Gaussian, `[P]`."""
+        if self.refinement is not None:
+            return self.refinement.mean
+        return self.expansion_point if self.assigned_mean is None else self.assigned_mean
+
+    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fitted:
+        """The same elsewhere, for a network that was moved there."""
+        mean = self.assigned_mean
+        return Fitted(
+            self.fit.moved(device, dtype),
+            self.expansion_point.to(device=device, dtype=dtype),
+            ModelWatch(self.watch.fingerprint.moved(model, device, dtype)),
+            None if self.refinement is None else self.refinement.moved(device, dtype),
+            None if mean is None else mean.to(device=device, dtype=dtype),
+            content=self.content,
+        )
+
+
+# The posterior.
+
+
+class Cache:
+    """The one mutable part of a posterior: nothing in it is a fact that could not be computed again.
+
+    Attributes:
+        backend: The curvature backend as users call it, or None.
+        engine: What computes Jacobians and curvature, or None.
+        noise_seen: Whether a noise of 1 has been compared with the residuals.
+    """
+
+    def __init__(self, engine: CurvatureEngine | None = None) -> None:
+        self.backend: CurvatureInterface | None = None
+        self.engine = engine
+        self.noise_seen = False
+        self._precision: tuple[Curvature, tuple[tuple[Tensor, int], ...], Precision] | None = None
+        self._squares: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
+
+    def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:
+        """The precision of a curvature at some hyper-parameters, made anew where they are not those of the last one.
+
+        Only one is kept, and it is let go before another is made: there are never two factorisations.
+
+        Args:
+            curvature: H.
+            values: The hyper-parameters.
+            make: Makes the precision.
+        """
+        last = self._precision
+        if last is None or last[0] is not curvature or not _are_unchanged(last[1], values):
+            self._precision = last = None
+            self._precision = last = curvature, tuple((value, _version(value)) for value in values), make()
+        return last[2]
+
+    def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
+        """`prior.squares(theta)`, (θ* − μ₀)², which does not depend on the prior precision: kept for a search over it.
+
+        Values are not compared: other vectors are other objects. Nothing is kept of vectors that require a gradient,
+        nor P numbers.
+        """
+        mean = prior.mean
+        if theta.requires_grad or mean.requires_grad or not prior.is_constant_per_tensor:
+            return prior.squares(theta)
+        key, last = (id(theta), _version(theta), id(mean), _version(mean), prior.precision.shape), self._squares
+        if last is None or last[0] != key:
+            with kept_for_later():
+                self._squares = last = key, (theta, mean), prior.squares(theta)
+        return last[2]
+
+
+def _are_unchanged(kept: tuple[tuple[Tensor, int], ...], values: tuple[Tensor, ...]) -> bool:
+    return all(
+        _version(old) == then and (old is value or (old.shape == value.shape and bool((old == value).all())))
+        for (old, then), value in zip(kept, values, strict=True)
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of times that a tensor was written to; of inference mode, or through `.data`, no write is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +491,12 @@ class Posterior:
 
     Attributes:
         choices: Likelihood, structure, backend and keys.
-        weights: The random weights.
+        weights: The weights with a distribution.
         hypers: Prior, noise and temperature.
         data: What the data say; None before a fit.
         root: L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None.
         calibration: What chose the hyper-parameters on held-out data, where that scaled the covariance; else None.
-        derived: The engine and the last precision, made on first use.
+        cache: The engine and the last precision, made on first use.
         owner: The object whose class, or which itself, may have methods of users; None for the library's alone.
     """
 
@@ -73,8 +506,8 @@ class Posterior:
     data: Fitted | None = None
     root: Tensor | None = None
     calibration: Calibration | None = None
-    derived: Derived = field(default_factory=Derived, repr=False)
-    owner: Owner | None = field(default=None, repr=False)
+    cache: Cache = field(default_factory=Cache, repr=False)
+    owner: BaseLaplace | None = field(default=None, repr=False)
 
     # Other posteriors.
 
@@ -138,18 +571,18 @@ class Posterior:
             )
 
     def with_choices(self, **choices: Any) -> Posterior:
-        """The posterior with other choices, by name, for which all that is derived is made anew."""
-        return replace(self, choices=replace(self.choices, **choices), root=None, derived=Derived())
+        """The posterior with other choices, by name, for which the cache is emptied."""
+        return replace(self, choices=replace(self.choices, **choices), root=None, cache=Cache())
 
     def with_problem(self, problem: Problem) -> Posterior:
-        """The posterior of random weights that are known now."""
+        """The posterior of weights with a distribution that are known now."""
         if problem is self.weights.problem:
             return self
-        return replace(self, weights=self.weights.with_problem(problem), derived=Derived())
+        return replace(self, weights=self.weights.with_problem(problem), cache=Cache())
 
     def with_data(
         self,
-        source: Fit | FitByHand,
+        source: Fit | ManualFit,
         engine: CurvatureEngine | None,
         witness: Witness | None = None,
         content: Content | None = None,
@@ -157,7 +590,7 @@ class Posterior:
         """The posterior of data, around the network's present weights."""
         mean = self.problem.mean().to(self.hypers.dtype)
         watch = ModelWatch(Fingerprint.of(self.model, witness))
-        return replace(self, data=Fitted(source, mean, watch, content=content), root=None, derived=Derived(engine))
+        return replace(self, data=Fitted(source, mean, watch, content=content), root=None, cache=Cache(engine))
 
     def with_fit(self, fit: Fit) -> Posterior:
         """The posterior of other data, around the same mean; a refinement, which was of the former ones, is gone."""
@@ -171,11 +604,11 @@ class Posterior:
         """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
         root = None if self.root is None else self.root.to(device=device, dtype=dtype)
-        choices = self.choices.with_loss_of(self.derived.backend)
+        choices = self.choices.with_loss_of(self.cache.backend)
         calibration = None if self.calibration is None else self.calibration.moved(device, dtype)
         return replace(
             self, choices=choices, hypers=self.hypers.moved(device, dtype), data=data, root=root,
-            calibration=calibration, derived=Derived(),
+            calibration=calibration, cache=Cache(),
         )  # fmt: skip
 
     # What was chosen.
@@ -211,16 +644,16 @@ class Posterior:
     @property
     def backend(self) -> CurvatureInterface:
         """The curvature backend as users call it."""
-        if self.derived.backend is None:
-            self.derived.backend = self.choices.backend(self.weights, self.problem)
-        return self.derived.backend
+        if self.cache.backend is None:
+            self.cache.backend = self.choices.backend(self.weights, self.problem)
+        return self.cache.backend
 
     @property
     def engine(self) -> CurvatureEngine:
         """The engine of Jacobians and curvature."""
-        if self.derived.engine is None:
-            self.derived.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
-        return self.derived.engine
+        if self.cache.engine is None:
+            self.cache.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
+        return self.cache.engine
 
     # What the data say.
 
@@ -242,7 +675,7 @@ class Posterior:
     @property
     def fit(self) -> Fit:
         """Curvature and loss; after a refinement, at the outputs of the linearised network."""
-        return self.require_fitted().present.complete
+        return self.require_fitted().active_fit.complete
 
     @property
     def H(self) -> Any:
@@ -254,7 +687,7 @@ class Posterior:
         by_hand = self.choices.structure.by_hand
         if self.data is None and by_hand is not None:
             return by_hand.zeros(self.problem, self.hypers.prior_mean.detach())
-        return self.require_fitted().present.H
+        return self.require_fitted().active_fit.H
 
     @property
     def refinement(self) -> Refinement | None:
@@ -264,7 +697,7 @@ class Posterior:
     @property
     def expansion_point(self) -> Tensor:
         """θ*, the network's weights at the fit, around which predictions are linearised, `[P]`."""
-        return self.require_fitted().mean
+        return self.require_fitted().expansion_point
 
     @property
     def refined_step(self) -> Tensor | None:
@@ -277,7 +710,7 @@ class Posterior:
         if self.overrides("mean"):
             with self.owned() as la:
                 return la.mean
-        return self.hypers.prior_mean if self.data is None else self.data.centre
+        return self.hypers.prior_mean if self.data is None else self.data.mean
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -314,7 +747,7 @@ class Posterior:
             sigma_noise=self.hypers.sigma_noise,
             temperature=self.hypers.temperature,
             options=self._precision_options,
-            distance=self.derived.distance,
+            squares=self.cache.squares,
         )
 
     @property
@@ -356,7 +789,7 @@ class Posterior:
             with own_precision():
                 return self.evidence.precision
         values = (self.hypers.prior_precision, self.hypers.sigma_noise, self.hypers.temperature)
-        return self.derived.precision(self.fit.curvature, values, self._constant_precision)
+        return self.cache.precision(self.fit.curvature, values, self._constant_precision)
 
     def _constant_precision(self) -> Precision:
         with torch.no_grad(), own_precision():

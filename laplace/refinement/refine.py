@@ -9,8 +9,7 @@ import torch
 
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.posterior.posterior import Posterior
-from laplace.posterior.refined import Refinement
+from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.refiner import RefineOptions, Refiner

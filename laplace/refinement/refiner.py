@@ -16,8 +16,7 @@ from laplace.engines.engine import same_count
 from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit
-from laplace.posterior.posterior import Posterior
-from laplace.posterior.refined import Refinement
+from laplace.posterior.posterior import Posterior, Refinement
 from laplace.refinement.glm import LinearModel
 
 S = TypeVar("S", bound="Covariance")

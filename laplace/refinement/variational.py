@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from laplace.core.newton import Minimum
 from laplace.core.precision_policy import widened
-from laplace.posterior.refined import Refinement
+from laplace.posterior.posterior import Refinement
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.refiner import Refiner, S
 from laplace.refinement.smoothing import Smoothing

@@ -16,8 +16,8 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import discovered, informed
+from laplace.posterior.posterior import match_lengths
 from laplace.weights.base import trainable
 from laplace.weights.problem import ParameterSlice, Problem
 
@@ -116,7 +116,7 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     if not known:
         raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
     posterior = informed(la.snapshot(), *known[0])
-    la.set_posterior(posterior.at(restricted(posterior.hypers, posterior.weights)))
+    la.set_posterior(posterior.at(match_lengths(posterior.hypers, posterior.weights)))
 
 
 def _first(la: ParametricLaplace, train_loader: Iterable[Any]) -> tuple[Any, Tensor] | None:

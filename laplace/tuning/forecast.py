@@ -92,7 +92,7 @@ def held_out_losses(posterior: Posterior) -> tuple[Tensor, Tensor] | None:
 
 def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
     """The data of the fit as it kept them; none where they are not all, or do not say how the posterior predicts."""
-    data, engine, likelihood = posterior.data, posterior.derived.engine, posterior.likelihood
+    data, engine, likelihood = posterior.data, posterior.cache.engine, posterior.likelihood
     if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
         return []
     by_hand = data.refinement is not None or data.assigned_mean is not None or data.source is not data.fit

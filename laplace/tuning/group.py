@@ -16,8 +16,7 @@ from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.posterior.assigned import Given
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Given, Posterior
 from laplace.tuning.candidates import Candidates, MixedCandidates
 from laplace.tuning.optimise import Evaluate
 from laplace.tuning.predictive import Predictive

@@ -33,8 +33,7 @@ from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.spread import require_whole
 from laplace.posterior import learning
-from laplace.posterior.choices import Choices
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Choices, Posterior
 from laplace.posterior.sharding import refuse_sharded
 from laplace.tuning.head_refit import Head
 from laplace.weights.last_layer import LastLayer

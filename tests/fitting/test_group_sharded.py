@@ -180,7 +180,7 @@ def tensors_of(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 
 def bytes_of(la: ParametricLaplace) -> int:
     """Of curvature and precision, with what was factorised of them."""
-    held = tensors_of([la.fitted().curvature, la._posterior.derived._latest], {})
+    held = tensors_of([la.fitted().curvature, la._posterior.cache._precision], {})
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values())
 
