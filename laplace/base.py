@@ -26,8 +26,7 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.posterior.attributes import Chosen
-from laplace.posterior.posterior import Cache, Choices, checked_backend
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.own import OwnCurvature
