@@ -89,9 +89,11 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.curvature.native": {},
     "laplace.curvature.native.layers": {},
     "laplace.curvature.native.layers.base": {
-        **at("laplace.engines.native.layers.base", "evenly"),
-        **at("laplace.curvature.rules", "LayerRule files"),
+        **at("laplace.curvature.rules", "LayerRule evenly files"),
     },
+    "laplace.engines.native.layers": {},
+    "laplace.engines.native.layers.base": at("laplace.curvature.rules", "evenly"),
+    "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
     "laplace.posterior.base": at("laplace.hierarchy", "BaseLaplace"),
     "laplace.posterior.parametric": at("laplace.hierarchy", "ParametricLaplace"),
     "laplace.predictive.links": at("laplace.likelihoods.links", "LINKS"),

@@ -23,10 +23,8 @@ from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, mis
 from laplace.curvature.support_tables import asdl_fault, obstacles_of
 from laplace.engines.engine import EngineOptions
 from laplace.engines.native.autograd import differentiable
-from laplace.engines.native.empirical_fisher import EFEngine
-from laplace.engines.native.ggn import GGNEngine
-from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem

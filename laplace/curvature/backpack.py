@@ -35,9 +35,8 @@ from laplace.curvature.support_tables import (
     obstacles_of,
 )
 from laplace.engines.engine import EngineOptions, Groups
-from laplace.engines.native.empirical_fisher import EFEngine
-from laplace.engines.native.ggn import GGNEngine
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 

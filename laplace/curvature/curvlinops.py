@@ -22,10 +22,8 @@ from laplace.curvature.model_copy import CopiedBatch
 from laplace.curvature.package_backends import PackageGGN, PackageInterface
 from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
 from laplace.engines.engine import MEMORY_BUDGET, EngineOptions, Groups
-from laplace.engines.native.empirical_fisher import EFEngine
-from laplace.engines.native.ggn import GGNEngine
-from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood

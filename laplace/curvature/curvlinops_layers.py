@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from laplace.engines.native.layers import BatchAxis
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.rules import BatchAxis
 
 
 def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:

@@ -21,9 +21,8 @@ from laplace.core.batch import Inputs
 from laplace.core.overrides import check_backend_assignment, is_ours
 from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
 from laplace.engines.engine import CurvatureEngine, EngineOptions
-from laplace.engines.native.empirical_fisher import EFEngine
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood

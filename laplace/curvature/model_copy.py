@@ -19,8 +19,8 @@ from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
 from laplace.engines.native.autograd import BackwardPasses
-from laplace.engines.native.calls import LayerCall
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.functions import LayerCall
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
 from laplace.weights.problem import Caller, Problem, reduce_features

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
 from laplace.engines.engine import MAX_PASSES, MEMORY_BUDGET
-from laplace.engines.native.hessian import HessianEngine
+from laplace.engines.native.kinds import HessianEngine
 from laplace.likelihoods.base import Likelihood
 
 

@@ -24,14 +24,12 @@ from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.output_choice import OutputChoice
 from laplace.curvature.model_copy import copied_batch
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, EngineOptions, Groups, detached
-from laplace.engines.kron_parts import KronBlock, KronParts
-from laplace.engines.native.calls import FunctionCall
-from laplace.engines.native.capture import record
+from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.ggn import GGNEngine
-from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import first_of_use
-from laplace.engines.thin_factor import Factor
+from laplace.engines.native.forward import ForwardPass, record
+from laplace.engines.native.functions import FunctionCall
+from laplace.engines.native.kinds import GGNEngine
+from laplace.engines.native.proof import first_of_use
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.jacobian.matrix_sum import MatrixSum

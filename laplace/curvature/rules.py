@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from laplace.engines.native.layers.base import LayerRule, files, rule_of
+from laplace.engines.native.rules import LayerRule, evenly, files, rule_of
 from laplace.errors import InvalidArgument
 
-__all__ = ["LayerRule", "files", "like"]
+__all__ = ["LayerRule", "evenly", "files", "like"]
 
 
 def like(known: type[nn.Module], *own: type[nn.Module]) -> None:

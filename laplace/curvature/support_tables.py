@@ -10,9 +10,9 @@ from torch import nn
 
 from laplace.curvature.module_chain import ModuleChain
 from laplace.curvature.packages import Reasons, reuse
-from laplace.engines.native.calls import LayerCall
-from laplace.engines.native.layers import BatchAxis
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.functions import LayerCall
+from laplace.engines.native.rules import BatchAxis
 from laplace.errors import CurvatureError
 
 SupportTable = Mapping[type[nn.Module], Callable[[Any], str]]

@@ -15,7 +15,7 @@ from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import is_ours
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
-from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
+from laplace.engines.native.sinks import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian, chosen

@@ -6,18 +6,20 @@ from abc import ABC
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import require, where_not_finite
 from laplace.core.inference import kept_for_later
 from laplace.core.output_choice import OutputChoice
-from laplace.engines.head_memory import HeadMemory
+from laplace.core.positions import OutputRows
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
@@ -25,8 +27,63 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.likelihoods.recovered import Loss, recovered_targets
+from laplace.network.model_guard import preserve_model
 from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem
+
+_MAX_KEPT_BYTES = 2**26
+"""Bytes of features and outputs that are kept at most: beyond them nothing is."""
+
+
+class SeenBatch(NamedTuple):
+    """A batch of a head without positions.
+
+    Attributes:
+        features: φ, `[B, D]`, without a 1 for the bias.
+        f: Outputs `[B, C]`.
+        y: Checked targets, one for every row.
+        versions: Numbers of writes to features and targets so far.
+    """
+
+    features: Tensor
+    f: Tensor
+    y: Tensor
+    versions: tuple[int, int]
+
+    @property
+    def is_same(self) -> bool:
+        """True if neither features nor targets were written to since."""
+        return self.versions == (self.features._version, self.y._version)
+
+
+class HeadMemory:
+    """Batches as a fit saw them: references to tensors that were made for it, of which nothing is copied."""
+
+    def __init__(self) -> None:
+        self._batches: list[SeenBatch] = []
+        self._storages: set[int] = set()
+        self._n_bytes = 0
+
+    def add(self, features: Tensor, f: Tensor, y: Tensor) -> None:
+        """Keeps a batch; with the first that is too much, all are let go, and none is kept from then on."""
+        if self._n_bytes > _MAX_KEPT_BYTES:
+            return
+        storage = features.untyped_storage()  # of which the features may be a part: a loader's own inputs, say
+        if storage.data_ptr() not in self._storages:
+            self._storages.add(storage.data_ptr())
+            self._n_bytes += storage.nbytes()
+        self._n_bytes += f.nbytes
+        if features.is_inference() or y.is_inference():  # of which no write is counted
+            self._n_bytes = _MAX_KEPT_BYTES + 1
+        if self._n_bytes > _MAX_KEPT_BYTES:
+            self._batches.clear()
+            return
+        self._batches.append(SeenBatch(features, f, y, (features._version, y._version)))
+
+    def batches(self) -> Sequence[SeenBatch]:
+        """The batches that were kept; none if one was written to since, as users may do with inputs of a loader."""
+        return self._batches if all(batch.is_same for batch in self._batches) else ()
+
 
 MEMORY_BUDGET = 2**30
 """Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
@@ -399,3 +456,29 @@ def detached(x: Inputs) -> Any:
 
     with kept_for_later():
         return batches.transform(x, clean)
+
+
+def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
+    """f(x, θ*), `[B, C]`, by one forward pass.
+
+    Args:
+        engine: Knows the network and the parameters.
+        x: Inputs.
+        create_graph: Keep the graph that leads to `x`.
+
+    Raises:
+        InvalidData: Outputs that are not finite.
+    """
+    problem = engine.problem
+    x = batches.to_device(x, problem.device)
+    with preserve_model(problem.module):
+        f = problem.run(problem.detached(), x if create_graph else detached(x))
+    rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
+    require(
+        rows.values.isfinite(),
+        lambda: InvalidData(
+            f"the network's outputs are NaN or infinite{where_not_finite(rows.values)}; look at the inputs and at the "
+            "network's weights."
+        ),
+    )
+    return rows

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import nan
 
 from laplace.core.layout import Layout
-from laplace.engines.thin_factor import ThinFactor
+from laplace.engines.kron_parts import ThinFactor
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 

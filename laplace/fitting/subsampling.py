@@ -16,8 +16,7 @@ from laplace.core.checks import named
 from laplace.core.positions import target_rows
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, drawn_seed
-from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit, ReadOptions
 from laplace.network import next_token as targets_of

@@ -20,8 +20,7 @@ from laplace.core.gaussian import Gaussian, sample_moments
 from laplace.core.memory import DATUM, in_slices
 from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import OutputRows
-from laplace.engines.engine import CurvatureEngine
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.base import Precision

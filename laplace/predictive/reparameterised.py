@@ -25,8 +25,8 @@ from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import OutputRows
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import detached
-from laplace.engines.native.capture import owners
-from laplace.engines.native.layers import rule_for
+from laplace.engines.native.forward import owners
+from laplace.engines.native.rules import rule_for
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import SampleSource

@@ -15,7 +15,7 @@ from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.linear_maps import GraphMap, HeadMap
+from laplace.engines.native.products import GraphMap, HeadMap
 from laplace.errors import InvalidData
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token

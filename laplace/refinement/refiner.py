@@ -13,7 +13,7 @@ from laplace.core.newton import Minimum, minimise
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.engines.engine import same_count
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior, Refinement

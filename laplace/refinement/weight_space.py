@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace import fitting
 from laplace.core.precision_policy import widened
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.kinds import GGNEngine
 from laplace.fitting import Fit, ReadOptions
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior

@@ -12,8 +12,7 @@ from torch.nn import functional
 from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import OrthogonalBasis, ThinBasis
 from laplace.core.precision_policy import widened
-from laplace.engines.kron_parts import KronBlock, KronParts
-from laplace.engines.thin_factor import ThinFactor
+from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
 from laplace.structures import algebra
 
 _AT_ONCE = 2**21

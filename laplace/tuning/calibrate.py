@@ -23,7 +23,7 @@ from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, check_counts
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood

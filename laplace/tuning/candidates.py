@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_of
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import outputs
 from laplace.enums import PredType
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import CHUNK_BYTES

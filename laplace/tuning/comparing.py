@@ -15,7 +15,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.random_numbers import drawn_seed
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import outputs
 from laplace.enums import PredType
 from laplace.likelihoods.target import Summary
 from laplace.network.model_guard import autograd_mode

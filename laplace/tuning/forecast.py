@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import widened
-from laplace.engines.head_memory import SeenBatch
+from laplace.engines.engine import SeenBatch
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, warn
 from laplace.jacobian.heads import HeadBlock

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laplace.engines.native.outer import OuterEngine
+from laplace.engines.native.kinds import OuterEngine
 from laplace.engines.profile import BatchProfile
 from laplace.jacobian.blocks import TensorShape
 from tests import problems as catalogue

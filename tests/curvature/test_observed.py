@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.curvature import rules
-from laplace.engines.native.capture import record
+from laplace.engines.native.forward import record
 from laplace.errors import InvalidArgument
 from laplace.weights.all_weights import AllWeights
 from tests.conformance.test_layers import posterior

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace
-from laplace.engines.native.capture import record
+from laplace.engines.native.forward import record
 from laplace.errors import CurvatureError
 from laplace.weights.all_weights import AllWeights
 from tests.conformance.test_predictions import latent_of

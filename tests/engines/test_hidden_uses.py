@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 from laplace import Laplace
-from laplace.engines.native import known_plans
+from laplace.engines.native import proof_cache
 from laplace.errors import InvalidData
 from tests.reference import curvature
 from tests.reference.compare import assert_close
@@ -440,7 +440,7 @@ def test_the_curvature_of_the_next_batch(kind: type[nn.Module], structure: str) 
     model = network(kind)
     expected = ggn(model, HIDDEN, SHOWN, HIDDEN)
     for order in ((HIDDEN, SHOWN, HIDDEN), (SHOWN, HIDDEN, HIDDEN)):
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         la = fitted(model, structure, *order)
         assert_close(la.H, expected if structure == "full" else expected.diagonal(), "algebra")
 
@@ -459,7 +459,7 @@ def test_kronecker_factors_of_different_forms_are_refused(kind: type[nn.Module])
 def test_kronecker_factors_do_not_depend_on_the_order_of_batches(kind: type[nn.Module]) -> None:
     found: list[Tensor] = []
     for order in ((HIDDEN, SHOWN), (SHOWN, HIDDEN)):
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         found.append(fitted(network(kind), "kron", *order).H.to_matrix())
     assert_close(found[0], found[1], "algebra")
 
@@ -470,7 +470,7 @@ def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: s
     model = network(kind)
     la = fitted(model, structure, SHOWN)
     for engine_of_another in (False, True):
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         if engine_of_another:  # a plan that another object proved
             fitted(model, "diag", HIDDEN)
         la._posterior.engine._plans.clear()
@@ -525,7 +525,7 @@ def test_weights_that_autocast_casts() -> None:
     x, hidden = SHOWN.float(), HIDDEN.float()
     found: list[Tensor] = []
     for order in ((hidden, x), (x, hidden)):
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         found.append(fitted(model, "full", *order).H)
     expected = ggn(model, hidden, x)
     for actual in found:
@@ -627,7 +627,7 @@ def test_positions_that_see_each_other(where: str, structure: str) -> None:
         inner = curvature.output_hessian(f, "classification", y.flatten())
         expected = expected + torch.einsum("bcp,bcd,bdq->pq", rows, inner, rows)
     for order in ((HIDDEN, SHOWN), (SHOWN, HIDDEN)):
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         la: Any = Laplace(model, "classification", "all", structure)
         la.fit([(x, y) for x in order])
         assert_close(la.H, expected if structure == "full" else expected.diagonal(), "algebra")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import laplace.jacobian
 from laplace import Laplace
 from laplace.curvature.rules import LayerRule, files
-from laplace.engines.native.layers.base import evenly
+from laplace.engines.native.rules import evenly
 from laplace.errors import TuningWarning
 from laplace.jacobian.blocks import BLOCKS, Block
 from laplace.structures import STRUCTURES

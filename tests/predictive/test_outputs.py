@@ -156,7 +156,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_as_many_backward_passes_as_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from laplace.engines.native.capture import Capture
+    from laplace.engines.native.forward import Capture
 
     la, counts = fitted("all", "diag"), []
     pulled = Capture.gradients

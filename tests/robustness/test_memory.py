@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.curvature import NativeHessian
-from laplace.engines.native import plan
+from laplace.engines.native import proof
 from laplace.errors import LaplaceError, MemoryWarning, OutOfMemory
 from laplace.structures import STRUCTURES
 from laplace.structures.full import FullPrecision
@@ -174,7 +174,7 @@ def test_a_rule_is_not_refused_for_want_of_memory(monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(plan, "block_of", full)
+    monkeypatch.setattr(proof, "block_of", full)
     la = grid.make("all", "kron")
     with pytest.raises(OutOfMemory, match="batch 0: memory ran out"):
         la.fit(grid.batches())

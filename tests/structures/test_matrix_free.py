@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace import Laplace, MatrixFreeLaplace, MixtureLaplace
 from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
-from laplace.engines.native import linear_maps
+from laplace.engines.native import products
 from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
 from laplace.structures import matrix_free_precision, solve_report
 from laplace.structures.matrix_free import MatrixFreeOptions
@@ -491,7 +491,7 @@ def test_maps_agree() -> None:
     maps: list[LinearMap] = [
         engine.linear_map(x),
         engine._multiplied_out(x),
-        linear_maps.GraphMap(linear, 3, at_once=2),
+        products.GraphMap(linear, 3, at_once=2),
     ]
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(5, la.n_params, dtype=torch.float64, generator=generator)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.core.orthogonal_basis import ThinBasis
 from laplace.curvature import NativeEF, NativeGGN
-from laplace.engines.thin_factor import ThinFactor
+from laplace.engines.kron_parts import ThinFactor
 from laplace.errors import InvalidData
 from laplace.structures.fields import named_tensors
 from laplace.structures.kron import KronCurvature

@@ -167,7 +167,7 @@ def test_copies_and_states_are_without_features() -> None:
 
 
 def test_large_features_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laplace.engines.head_memory._MAX_BYTES", 1000)
+    monkeypatch.setattr("laplace.engines.engine._MAX_KEPT_BYTES", 1000)
     model, x, y = separable()
     assert held_out_losses(fitted(model, x, y).snapshot()) is None
 

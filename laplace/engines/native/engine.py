@@ -16,16 +16,12 @@ from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
-from laplace.engines.native.capture import Capture, record, require_whole_of
+from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, require_whole_of
 from laplace.engines.native.graph import Explained
-from laplace.engines.native.known_plans import proven_plan
-from laplace.engines.native.linear_maps import DenseMap, GraphMap, HeadMap
-from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan, holds, make_plan, require_explained
-from laplace.engines.native.products import Linearised
+from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
 from laplace.engines.native.profiling import timed_profile
-from laplace.engines.native.routing import Routing
-from laplace.engines.native.unused import check_unreached
+from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
+from laplace.engines.native.proof_cache import proven_plan
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from laplace.engines.native.calls import LayerCall
+from laplace.engines.native.functions import LayerCall
 
 Node = Any
 """A node of autograd's graph, of a class that PyTorch makes."""

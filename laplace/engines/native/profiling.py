@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
-from laplace.engines.native.capture import record
-from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.forward import ForwardPass, record
 from laplace.engines.profile import BatchProfile
 from laplace.network.model_guard import preserve_model
 

@@ -13,8 +13,7 @@ from laplace.core.batch import Inputs
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
-from laplace.engines.engine import CurvatureEngine
-from laplace.engines.outputs import outputs
+from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.jacobian.jacobian import kernel_at
 from laplace.structures.gp.observed import POSITIONS, observed

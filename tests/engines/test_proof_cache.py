@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.engines.native import known_plans
+from laplace.engines.native import proof_cache
 from laplace.errors import CurvatureError
 from tests import grid
 from tests.reference import curvature
@@ -32,13 +32,13 @@ X, Y = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.aran
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of data of the batches that were proven since."""
     seen: list[int] = []
-    prove = known_plans.make_plan
+    prove = proof_cache.make_plan
 
     def counted(problem: Any, capture: Any, x: Any, n_data: int, **options: Any) -> Any:
         seen.append(n_data)
         return prove(problem, capture, x, n_data, **options)
 
-    monkeypatch.setattr(known_plans, "make_plan", counted)
+    monkeypatch.setattr(proof_cache, "make_plan", counted)
     return seen
 
 
@@ -81,7 +81,7 @@ def test_predictions_are_those_of_a_proof_of_their_own() -> None:
     la, model = fit(grid.network()), grid.network()
     for n_data in (1, 4):
         own = fit(model)
-        known_plans._KNOWN.clear()
+        proof_cache._KNOWN.clear()
         own._posterior.engine._plans.clear()
         assert torch.equal(la(X[:n_data]), own(X[:n_data]))
 

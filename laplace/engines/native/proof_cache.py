@@ -18,10 +18,10 @@ from torch.autograd.function import BackwardCFunction
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.engines.native.calls import FunctionCall
-from laplace.engines.native.capture import Capture
-from laplace.engines.native.layers import rule_for
-from laplace.engines.native.plan import Plan, holds, make_plan
+from laplace.engines.native.forward import Capture, Plan
+from laplace.engines.native.functions import FunctionCall
+from laplace.engines.native.proof import holds, make_plan
+from laplace.engines.native.rules import rule_for
 from laplace.network.fingerprint import Held
 from laplace.weights.problem import Problem
 

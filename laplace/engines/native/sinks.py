@@ -14,8 +14,17 @@ from laplace.core.gram import group_product
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
-from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
-from laplace.engines.thin_factor import Factor, ThinFactor, added, dense
+from laplace.engines.kron_parts import (
+    DENSE_BLOCK_LIMIT,
+    UNUSED,
+    Factor,
+    KronBlock,
+    KronParts,
+    Probe,
+    ThinFactor,
+    added,
+    dense,
+)
 from laplace.jacobian.blocks import Block, total
 from laplace.jacobian.heads import Head, unrotated
 from laplace.jacobian.matrix_sum import MatrixSum

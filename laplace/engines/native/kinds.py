@@ -1,14 +1,24 @@
-"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch.
+"""The cotangents of a batch, few at a time: roots of output Hessians, and columns of single positions.
+
+Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch.
 
 The cotangents u decide which: a root of the output Hessian gives the GGN, gradients at sampled targets its Monte-Carlo
 estimate, gradients of the loss the empirical Fisher.
+
+
+The generalised Gauss–Newton matrix, exact or sampled.
+
+The empirical Fisher, a sum of outer products of gradients.
+
+The exact Hessian of the negative log likelihood, by differentiating twice; it may be indefinite.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,21 +27,93 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
-from laplace.engines.engine import Bases, BatchSummary, Groups, OutputCurvature, detached
+from laplace.core.random_numbers import standard_normal
+from laplace.engines.engine import Bases, BatchSummary, EngineOptions, Groups, OutputCurvature, detached
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
-from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin, ProductSum
-from laplace.engines.native.columns import Columns, RowColumns
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan, first_of_use
-from laplace.engines.native.products import Linearised, add_rows
-from laplace.errors import CurvatureError
+from laplace.engines.native.forward import ForwardPass, Plan
+from laplace.engines.native.products import HessianProduct, Linearised, add_rows
+from laplace.engines.native.proof import TOLERANCE, first_of_use
+from laplace.engines.native.sinks import BlockSum, DiagSum, FullSum, KronSum, Origin, ProductSum
+from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
 from laplace.jacobian.matrix_sum import MatrixSum
-from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.observed import Observed
+from laplace.likelihoods.output_hessian import OutputHessian, columns_of
 from laplace.network.model_guard import preserve_model
+from laplace.weights.problem import Problem
+
+
+class Columns(Protocol):
+    """Columns u_k, `[K, B, C]`: a tensor, or what makes slices of one as they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RootColumns:
+    """Columns of a root of structured Hessians, of which all together hold B·C² numbers.
+
+    Attributes:
+        hessian: Λ, without a dense part.
+    """
+
+    hessian: OutputHessian
+
+    @classmethod
+    def of(cls, hessian: OutputHessian) -> Columns:
+        """The columns of any Λ; a root of a dense one is found by factorising it, once."""
+        return cls(hessian) if hessian.dense is None else hessian.root()
+
+    def __len__(self) -> int:
+        return self.hessian.n_columns
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self.hessian.root(part)
+
+
+class RowColumns:
+    """Columns `[K, B·T, C]`, of which every row has its own, as cotangents `[K', B, T·C]` of the whole outputs.
+
+    A curvature that is a sum over rows needs their columns apart: column (t, k) is column k at position t and zero at
+    the others, K' = T·K, built as they are asked for. Columns that are random, independent and of mean zero need not be
+    kept apart, for their products vanish on average: K' = K.
+
+    Args:
+        columns: `[K, B·T, C]`; positions of which every entry is zero are left out.
+        n_data: B.
+        apart: True if rows are kept apart.
+    """
+
+    def __init__(self, columns: Tensor, n_data: int, *, apart: bool) -> None:
+        self.columns = columns.unflatten(1, (n_data, -1))  # [K, B, T, C]
+        self.apart = apart and self.columns.shape[2] > 1
+        self.used = self._places() if self.apart else None
+
+    def _places(self) -> Tensor:
+        """Positions of which some entry is not zero; the first one if there are none."""
+        used = self.columns.ne(0).any(3).any(1).any(0)
+        used[0] |= ~used.any()
+        return used.nonzero().flatten()
+
+    def __len__(self) -> int:
+        return len(self.columns) * (1 if self.used is None else len(self.used))
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Consecutive cotangents, `[k, B, T·C]`."""
+        if self.used is None:
+            return self.columns[part].flatten(2)
+        k, b, t, c = self.columns.shape
+        index = torch.arange(*part.indices(len(self)), device=self.columns.device)
+        column, position = index % k, self.used[index // k]
+        rows = torch.arange(len(index), device=index.device)
+        whole = self.columns.new_zeros(len(index), t, b, c)
+        whole[rows, position] = self.columns[column, :, position]
+        return whole.transpose(1, 2).reshape(len(index), b, t * c)
 
 
 class _Sum(Protocol):
@@ -317,3 +399,146 @@ def _origins(plan: Plan, weights: Sequence[Tensor | None]) -> list[Origin]:
         Origin(str(first), single=len(rule.uses) == 1 or rule.routed, unused=rule.description == "unused", weights=own)
         for first, rule, own in zip(first_of_use(plan), plan, weights, strict=True)
     ]
+
+
+class GGNEngine(OuterEngine):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    Args:
+        problem: The network and its random parameters.
+        likelihood: Loss and output Hessian.
+        options: Sampling, Kronecker factors, and how much is computed at once.
+    """
+
+    kind = "ggn"
+    name = "NativeGGN"
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
+        if self.options.stochastic:
+            draws = targets.sample_gradients(f.to(self.dtype), self.options.num_samples, self.generator)
+            return draws / self.options.num_samples**0.5
+        return RootColumns.of(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
+
+    def n_columns(self, f: Tensor) -> int:
+        if self.options.stochastic:
+            return self.options.num_samples
+        return columns_of(f.shape[1], sums_to_zero=self.likelihood.sums_to_zero)
+
+    @property
+    def apart(self) -> bool:
+        return not self.options.stochastic
+
+    def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
+        return None if self.options.stochastic else targets.hessian(f.to(self.dtype))
+
+
+class EFEngine(OuterEngine):
+    """Empirical Fisher Σ_b w_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+
+    Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ. Weights w are those of data that
+    are repeated, so that they enter once, not by the square as the gradients of the weighted loss have them.
+    """
+
+    kind = "ef"
+    name = "NativeEF"
+
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Tensor:
+        del hessian  # gradients of the loss alone
+        return targets.gradients(f.to(self.dtype)).unsqueeze(0)
+
+    def n_columns(self, f: Tensor) -> int:
+        return 1
+
+
+_ROWS = 64
+"""Unit vectors that are multiplied at once: rows of the Hessian held besides the result."""
+
+
+class HessianEngine(NativeEngine):
+    """∇² Σ_b −log p(y_b | f_b) with respect to the random entries: P products for a matrix, one for a vector.
+
+    The arguments are those of `NativeEngine`.
+    """
+
+    kind = "hessian"
+    name = "NativeHessian"
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        with torch.inference_mode(False), preserve_model(self.problem.module):
+            capture = self._differentiable(x)
+            with torch.enable_grad():
+                f = capture.rows.to(self.dtype)
+                targets = self.targets(f.detach(), y, capture.positions)
+                losses = targets.loss_terms(f)
+                losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
+            step = self.per_call(capture, vectors.shape[1])
+            vectors = vectors.expand(len(losses), -1, -1)
+            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            for loss, rows, sums in zip(losses, vectors, total, strict=True):
+                product = HessianProduct(self.problem, capture, loss)
+                self._require_symmetric(product)
+                products = in_slices(
+                    len(rows), step, lambda part, rows=rows, product=product: product.times(rows[part]), VECTOR
+                )
+                for part, rows in products:
+                    add_rows(self.problem, rows, sums[part])
+        return self.summary(capture.rows.detach(), targets), total
+
+    def _require_symmetric(self, product: HessianProduct) -> None:
+        """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.
+
+        Raises:
+            CurvatureError: The two differ beyond rounding.
+        """
+        like = torch.zeros((), dtype=self.dtype, device=self.problem.device)
+        generator = torch.Generator(device=like.device).manual_seed(0)
+        pair = standard_normal((2, self.problem.layout.n_params), like, generator)
+        result = torch.zeros_like(pair)
+        add_rows(self.problem, product.times(pair), result)
+        difference = (pair[0] @ result[1] - pair[1] @ result[0]).abs()
+        scale = pair.norm(dim=1).flip(0) @ result.norm(dim=1)
+        if bool(difference > TOLERANCE[self.problem.dtype] * scale):
+            raise CurvatureError(
+                "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative. Use "
+                "backend=NativeGGN, which takes first derivatives only, or write that operation in other terms."
+            )
+
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
+        n_params = self.problem.layout.n_params
+        summary, rows = self._rows(x, y, torch.arange(n_params), lambda rows, _: rows)
+        return summary, 0.5 * (rows + rows.transpose(1, 2))
+
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        slices = self.problem.layout.slices
+        inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
+        parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
+        return parts[0][0], tuple(0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts)
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        if bases is not None:
+            raise UnsupportedError(
+                "the exact Hessian has no eigenvalue correction; use backend=NativeGGN, or hessian_structure='full'."
+            )
+        entries = torch.arange(self.problem.layout.n_params)
+        return self._rows(x, y, entries, lambda rows, at: rows[:, torch.arange(len(at)), at])
+
+    def _rows(
+        self, x: Inputs, y: Tensor, entries: Tensor, keep: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[BatchSummary, Tensor]:
+        """Results of `keep(rows, entries)` for rows `[E, r, P]` of the Hessian, joined in their second dimension."""
+        parts = [self._columns(x, y, at, keep) for at in entries.split(_ROWS)]
+        return parts[0][0], torch.cat([rows for _, rows in parts], 1)
+
+    def _columns(
+        self, x: Inputs, y: Tensor, at: Tensor, keep: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[BatchSummary, Tensor]:
+        hot = torch.zeros(1, len(at), self.problem.layout.n_params, dtype=self.dtype, device=self.problem.device)
+        hot[0, torch.arange(len(at)), at] = 1
+        summary, rows = self.matmul(x, y, hot)
+        return summary, keep(rows, at)

@@ -1,0 +1,882 @@
+"""One forward pass: what its hooks capture, how the block of a tensor is made of that, and all blocks of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge
+from torch.func import vmap
+from torch.nn.modules.module import _global_forward_hooks
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.memory import DATUM, in_slices
+from laplace.core.processes import Processes
+from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
+from laplace.engines.native.functions import FunctionCall, LayerCall, Observer
+from laplace.engines.native.graph import Graph
+from laplace.engines.native.rules import BatchAxis, RoutedRows, class_with_rule, rule_for
+from laplace.engines.profile import BatchProfile
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
+from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import hooks_fire, preserve_model
+from laplace.network.recomputation import COMPUTED_AGAIN
+from laplace.network.spread import require_whole, rest_of
+from laplace.weights.problem import Place, Problem, reduce_features
+
+
+class Owner(NamedTuple):
+    """A module that holds a random parameter under an attribute."""
+
+    module: nn.Module
+    attribute: str
+    slot: int
+
+
+def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
+    """Every (module, attribute) that holds a random parameter: several where tensors are tied.
+
+    Args:
+        problem: The network and its random parameters.
+        places: Those of all parameters, where they are known.
+    """
+    places = places or problem.places()
+    slots = {slot.name: i for i, slot in enumerate(problem.slots)}
+    where = {id(module._parameters[key]): slots[name] for name, module, key in places if name in slots}
+    return [
+        Owner(module, key, where[id(module._parameters[key])])
+        for _, module, key in places
+        if id(module._parameters[key]) in where
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """Outputs of one forward pass with the uses of every hooked module.
+
+    Attributes:
+        f: Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a datum, C per position.
+        uses: Calls of the modules that own random parameters and have a layer rule, then of functions, if observed.
+        stand_ins: The tensors that were differentiated, by name.
+        loop: True if backward passes run one by one.
+        create_graph: True if gradients are to be differentiated again, with respect to x.
+        reduced: True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
+        positions: The dimensions between that of the data and that of the channels, whose product is T.
+        processes: Those that the network is spread over, which make every backward pass together.
+        as_it_was: Of a network that checkpoints activations, a block in which it is as it was in this pass: its parts
+            run once more in every backward pass.
+    """
+
+    f: Tensor
+    calls: tuple[LayerCall, ...]
+    stand_ins: dict[str, Tensor]
+    loop: bool
+    create_graph: bool = False
+    reduced: bool = False
+    positions: tuple[int, ...] = ()
+    processes: Processes | None = None
+    as_it_was: Callable[[], AbstractContextManager[object]] | None = None
+
+    def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
+        """A block of backward passes, which of a spread network are of all processes or of none."""
+        if self.as_it_was is not None:
+            return self.as_it_was()
+        if self.processes is None:
+            return nullcontext()
+        self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
+        return self.processes.passing()
+
+    @property
+    def watched(self) -> bool:
+        """True if some use is that of a function."""
+        return any(isinstance(call.by, FunctionCall) for call in self.calls)
+
+    @property
+    def n_positions(self) -> int:
+        """T."""
+        return prod(self.positions)
+
+    @property
+    def rows(self) -> Tensor:
+        """Outputs `[B·T, C]`, data major."""
+        return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Autograd's graph of this pass."""
+        return Graph(self.f, shows_data=self.as_it_was is None)
+
+    @cached_property
+    def heads(self) -> frozenset[int]:
+        """Numbers of the calls whose output *is* f, so that its gradients are the cotangents themselves.
+
+        With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
+        """
+        return frozenset(n for n, call in enumerate(self.calls) if self._is_head(call))
+
+    def _is_head(self, call: LayerCall) -> bool:
+        f = self.f
+        if not isinstance(call.by, nn.Module) and not call.by.whole:
+            return False
+        if self.reduced and call.x.ndim > 2:
+            return True
+        if f.grad_fn is None or call.shape.numel() != f.numel():
+            return False
+        if self.positions:
+            return call.edge.node in self._behind_views
+        return call.shape == f.shape and call.edge == self._edge
+
+    @cached_property
+    def _edge(self) -> GradientEdge:
+        """The place of f in autograd's graph."""
+        return get_gradient_edge(self.f)
+
+    @cached_property
+    def _behind_views(self) -> set[object]:
+        return _behind_views(self.f)
+
+    def keeps_rows(self, call: int) -> bool:
+        """True if rows of a call's output stay by themselves up to the outputs, whatever the data."""
+        return self.as_it_was is None and self.graph.keeps_rows(self.calls[call].edge.node, self._behind_views)
+
+    def gradients(self, cotangents: Tensor, calls: Collection[int]) -> dict[int, Tensor]:
+        """Gradients `[K, *output shape]` of the outputs of calls, by their numbers, for cotangents `[K, B, C]`."""
+        known = frozenset() if self.positions else self.heads
+        inner = [n for n in calls if n not in known]
+        with self.backward(len(cotangents), len(inner)) if inner else nullcontext():
+            edges = [self.calls[n].edge for n in inner]
+            pulled = pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph)
+        gradients = {n: cotangents for n in calls if n in known}
+        for n, g in zip(inner, pulled, strict=True):
+            gradients[n] = self.f.new_zeros(len(cotangents), *self.calls[n].shape) if g is None else g
+        return gradients
+
+
+def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:
+    """Runs the network on x with hooks on every module that owns a random parameter and has a rule.
+
+    Random parameters are replaced by detached stand-ins that require gradients, whatever the user's
+    `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns. A network
+    that checkpoints activations is put into the state of this pass for every backward pass. One
+    that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
+    again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
+
+    Args:
+        problem: The network and its random parameters.
+        x: Inputs.
+        loop: True if backward passes run one by one.
+        create_graph: True if gradients are to be differentiated again.
+        observed: True if PyTorch's functions are watched as well as modules.
+
+    Raises:
+        InvalidArgument: Features are to be reduced, and there are positions behind them.
+        UnsupportedError: A spread network whose gradients are to be differentiated again, or that leaves a tensor out.
+    """
+    if problem.processes is not None:
+        return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+    try:
+        with disable_saved_tensors_hooks(COMPUTED_AGAIN):
+            return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+    except RuntimeError as error:
+        if COMPUTED_AGAIN not in str(error):
+            raise
+    return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed, keeps=False)
+
+
+def _recorded(
+    problem: Problem, x: Inputs, *, loop: bool, create_graph: bool, observed: bool, keeps: bool = True
+) -> Capture:
+    """The same of a network of which it is known whether it keeps its activations."""
+    if create_graph:
+        require_whole_of(problem)
+    calls: list[LayerCall] = []
+    places = problem.places()
+    modules = {module for module in {owner.module for owner in owners(problem, places)} if rule_for(module) is not None}
+    processes = problem.processes
+    stand_ins = problem.stand_ins(places) if processes is None else {}
+    parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
+    if processes is not None:
+        processes.in_step("a forward pass")
+    # What runs once more in a backward pass would not be watched there, and be other functions.
+    observer = Observer(parameters, keep_graph=create_graph) if observed and keeps else None
+    starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
+    with (
+        nullcontext() if processes is None else processes.passing(),
+        torch.no_grad() if starts_later else torch.enable_grad(),
+        hooks_fire(problem.module, required=True)
+        if create_graph
+        else nullcontext(),  # compiled code would keep the hooks of a fit
+        _hooked(modules, calls, keep_graph=create_graph),
+        nullcontext() if processes is None else _gathered(problem, parameters),
+        differentiable(problem.module, twice=create_graph),
+        observer or nullcontext(),
+    ):
+        last = problem.run(stand_ins, x, places)
+        f = last.flatten(1)
+        if not f.requires_grad:  # no random parameter is used: all derivatives are zero
+            f = f.detach().requires_grad_()
+    if problem.reduction is not None and last.ndim > 2:
+        raise InvalidArgument(
+            f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
+            f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
+        )
+    return Capture(
+        f=f, calls=(*calls, *(observer.calls if observer else ())), stand_ins=parameters, loop=loop,
+        create_graph=create_graph, reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]),
+        processes=processes, as_it_was=None if keeps else partial(_as_in, problem, stand_ins, create_graph),
+    )  # fmt: skip
+
+
+@contextmanager
+def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -> Iterator[None]:
+    """A block in which the network is as it is in a pass that is recorded, hooks apart."""
+    with (
+        preserve_model(problem.module),
+        problem.holding(stand_ins),
+        hooks_fire(problem.module) if create_graph else nullcontext(),
+        differentiable(problem.module, twice=create_graph),
+    ):
+        yield
+
+
+_VIEWING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
+"""Beginnings of the names of autograd's nodes that only rearrange."""
+
+
+def _behind_views(f: Tensor) -> set[object]:
+    """The nodes that f is a rearrangement of, itself included."""
+    nodes: set[object] = set()
+    node = f.grad_fn
+    while node is not None:
+        nodes.add(node)
+        if not node.name().startswith(_VIEWING) or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+    return nodes
+
+
+def require_whole_of(problem: Problem) -> None:
+    """Refuses a network that is spread over processes where gradients are to be differentiated again."""
+    if problem.processes is not None:
+        require_whole(problem.module, "derivatives of derivatives would outlive the pass that gathers them")
+
+
+@contextmanager
+def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Notes the gathered tensors of a spread network by their names, as FSDP puts them there before every layer runs.
+
+    Of a head autograd's graph starts there.
+
+    Raises:
+        UnsupportedError: A random tensor was not there, or no gradient reaches it.
+    """
+    layers: dict[nn.Module, list[Owner]] = {}
+    head = None if problem.head is None else problem.module.get_submodule(problem.head)
+    for owner in owners(problem):
+        if head is None or owner.module is head:
+            layers.setdefault(owner.module, []).append(owner)
+
+    def note(module: nn.Module, args: object) -> None:
+        del args
+        if head is not None:
+            torch.set_grad_enabled(True)
+        for owner in layers[module]:
+            tensor = module._parameters[owner.attribute]
+            if tensor is not None and tensor.requires_grad:
+                parameters[problem.slots[owner.slot].name] = tensor
+
+    handles = [module.register_forward_pre_hook(note) for module in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        rest_of(problem.module.modules())
+    for slot in problem.slots:
+        if slot.name not in parameters:
+            raise UnsupportedError(
+                f"{slot.name!r} of a network that is spread over processes is frozen, or belongs to no layer that ran: "
+                "there its derivatives are not known. Freeze what is not random by requires_grad_(False) before."
+            )
+
+
+@contextmanager
+def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool) -> Iterator[None]:
+    def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
+            x = args[0] if keep_graph else args[0].detach()
+            fed, edge = tuple(arg.grad_fn for arg in args if isinstance(arg, Tensor)), get_gradient_edge(output)
+            calls.append(LayerCall(module, x, edge, output.shape, fed, module in known, (edge.node,)))
+
+    known = {module for module in modules if _is_known(module)}
+    handles = [module.register_forward_hook(remember) for module in modules]
+    if keep_graph:
+        handles += [module.register_forward_pre_hook(_with_contiguous_gradient) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True if a module runs what the class runs that its rule is of, and nothing besides."""
+    base = class_with_rule(type(module))
+    if base is None or module._forward_hooks or _global_forward_hooks:
+        return False
+    return getattr(module.forward, "__func__", None) is base.forward  # which an object may replace
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous: PyTorch's batch norm on the CPU misreads some strides of one datum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone(memory_format=torch.contiguous_format)
+
+
+def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    del module
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return None
+    return (_ContiguousGradient.apply(args[0]), *args[1:])
+
+
+@dataclass(frozen=True)
+class UseOfParameter:
+    """One use of a tensor.
+
+    Attributes:
+        call: Index of the recorded call.
+        attribute: Attribute of the module, or argument of the function, that the tensor is.
+        axis: Dimension of the data.
+    """
+
+    call: int
+    attribute: str
+    axis: BatchAxis
+
+
+Activations = dict[tuple[int, str, bool, torch.dtype], Any]
+"""Parts of a forward pass that blocks need, as they were computed for the first cotangents.
+
+By the use, whose axis is the leading one or not, and the dtype.
+"""
+
+
+def block_of(
+    problem: Problem,
+    slot: int,
+    uses: Sequence[UseOfParameter],
+    calls: Sequence[LayerCall],
+    gradients: Mapping[int, Tensor] | Sequence[Tensor],
+    n_data: int,
+    dtype: torch.dtype,
+    activations: Activations | None = None,
+) -> Block:
+    """The block of one slot.
+
+    Args:
+        problem: The network and its random parameters.
+        slot: Which tensor.
+        uses: Its uses.
+        calls: All recorded calls.
+        gradients: `[K, *output shape]` of the calls of these uses, by their numbers.
+        n_data: B.
+        dtype: That of the weights, at least float32.
+        activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
+    """
+    memory = {} if activations is None else activations
+    blocks: list[Block] = []
+    for use in uses:
+        own = _of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory)
+        blocks.append(own.at_places(use.axis.present) if isinstance(use.axis, RoutedRows) else own)
+    block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
+    random = problem.slots[slot]
+    if random.entries is not None:
+        random = random.on(problem.device)
+    selection, entries = random.selection, random.entries
+    return block if selection is None or entries is None else block.select_entries(selection, entries)
+
+
+def _of_use(
+    problem: Problem,
+    use: UseOfParameter,
+    call: LayerCall,
+    g: Tensor,
+    n_data: int,
+    dtype: torch.dtype,
+    activations: Activations,
+) -> Block:
+    if g.dtype != dtype:  # a network may compute in fewer digits than its weights have
+        dtype = torch.promote_types(g.dtype, dtype)
+    if not isinstance(call.by, nn.Module):
+        return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
+    rule = rule_for(call.by)
+    if rule is None:
+        raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
+    key = use.call, use.attribute, use.axis is BatchAxis.LEADING, dtype
+    if key not in activations:
+        x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
+        x = reduce_features(x, problem.reduction)
+        activations[key] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
+    return rule.block(call.by, use.attribute, activations[key], g.to(dtype), n_data, use.axis)
+
+
+class Fallback(Enum):
+    """Ways to compute per-sample derivatives, from the fastest to the one that always works."""
+
+    VMAP = "torch.func vmap"
+    BATCHED = "one sample at a time, batched cotangents"
+    LOOP = "one sample at a time, one cotangent at a time"
+
+
+def per_sample(
+    problem: Problem,
+    x: Inputs,
+    cotangents: Tensor,
+    slots: Sequence[int],
+    fallback: Fallback,
+    *,
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """Dense blocks `[K, B, p]` of the given slots.
+
+    Args:
+        problem: The network and its random parameters.
+        x: Inputs of B data.
+        cotangents: `[K, B, M]`, M = T·C for outputs with T positions.
+        slots: Indices of the wanted tensors in `problem.slots`.
+        fallback: The way to compute them.
+        create_graph: True if the result is to be differentiated with respect to x.
+    """
+    names = [problem.slots[i].name for i in slots]
+    with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
+        if fallback is Fallback.VMAP:
+            with slow_batching_accepted():
+                derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)
+        else:
+            derivatives = _looped(
+                problem, x, cotangents, names, loop=fallback is Fallback.LOOP, create_graph=create_graph
+            )
+    blocks: list[Tensor] = []
+    for i, whole in zip(slots, derivatives, strict=True):
+        entries = problem.slots[i].on(whole.device).entries
+        flat = whole.reshape(*whole.shape[:2], -1)
+        blocks.append(flat if entries is None else flat[..., entries])
+    return blocks if create_graph else [block.detach() for block in blocks]
+
+
+def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], *, create_graph: bool) -> list[Tensor]:
+    # Data and cotangents are two batches; vmap within vmap has wrong derivatives of some operations (PReLU, cdist).
+    # So vmap takes the data forward, and autograd pulls the cotangents back.
+    if batches.are_graphs(x):
+        raise UnsupportedError("graphs have other numbers of nodes: they go one by one.")
+    n_data = cotangents.shape[1]
+    fixed = problem.detached()
+    leaves = batches.tensors(x)
+    dims = tuple(0 if leaf.ndim and leaf.shape[0] == n_data else None for leaf in leaves)
+    copies = [fixed[name].expand(n_data, *fixed[name].shape).requires_grad_() for name in names]
+
+    def one(weights: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        rows = iter([leaf if d is None else leaf.unsqueeze(0) for leaf, d in zip(inputs, dims, strict=True)])
+        datum = batches.transform(x, lambda _: next(rows))
+        return problem.run(fixed | dict(zip(names, weights, strict=True)), datum)[0].flatten()
+
+    with disable_saved_tensors_hooks(COMPUTED_AGAIN):  # which would be without vmap
+        f = vmap(one, in_dims=(0, *dims))(copies, *leaves)
+    gradients = pull(f, copies, cotangents, loop=False, create_graph=create_graph)
+    zeros = (copy.new_zeros(()).expand(len(cotangents), *copy.shape) for copy in copies)
+    return [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
+
+
+def _looped(
+    problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], *, loop: bool, create_graph: bool
+) -> list[Tensor]:
+    n_data = cotangents.shape[1]
+    rows: list[list[Tensor]] = []
+    for b in range(n_data):
+        stand_ins = problem.stand_ins()
+        wanted = [stand_ins[name] for name in names]
+        with problem.holding(stand_ins):  # also while activations that were not kept are computed once more
+            f = problem.outputs(batches.select(x, slice(b, b + 1), n_data)).flatten(1)
+            gradients = pull(f, wanted, cotangents[:, b : b + 1], loop=loop, create_graph=create_graph)
+        zeros = [w.new_zeros(len(cotangents), *w.shape) for w in wanted]
+        rows.append([z if g is None else g for g, z in zip(gradients, zeros, strict=True)])
+    return [torch.stack(blocks, 1) for blocks in zip(*rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class JacobianRule:
+    """The way to the block of one tensor: from its recorded uses, or by a fallback.
+
+    Attributes:
+        uses: Uses whose contributions add up; empty if the tensor does not influence the outputs.
+        fallback: The fallback that computes the block, or None.
+        description: Text for the coverage report.
+        by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
+            that rows are data like any other and their cost does not grow with the square of the positions.
+        is_head: Whether, besides, the layer's outputs are the network's.
+        proven: True if the rule holds for the next batch of this form too. It does not where the batch could
+            not tell it from another (zeros, equal data) or where the place of the data may depend on them.
+        shapes: By what they depend on, shapes of the tensor's Jacobian.
+    """
+
+    uses: tuple[UseOfParameter, ...] = ()
+    fallback: Fallback | None = None
+    description: str = "unused"
+    proven: bool = True
+    by_row: bool = False
+    is_head: bool = False
+    shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    @property
+    def routed(self) -> bool:
+        """True if rows were routed to the tensor's layer: how often it was called is for the data to say."""
+        return any(isinstance(use.axis, RoutedRows) for use in self.uses)
+
+
+Plan = tuple[JacobianRule, ...]
+"""One rule per parameter."""
+
+
+_CACHED = 2**24
+"""Bytes of output gradients, as they arrive and stacked, up to which stacking takes less than more rounds of sums."""
+
+_LAZY_SHARE = 4
+"""Dense fallback blocks above a quarter of the budget are computed piece by piece instead of held."""
+
+
+class ForwardPass:
+    """A captured forward pass with its proven plan: what the backward passes start from.
+
+    Args:
+        problem: The network and its random parameters.
+        x: Inputs of B data.
+        capture: What the hooks captured.
+        plan: How the block of every tensor is made.
+        memory_budget: Bytes of dense fallback blocks held at once.
+        widest: Data of the largest batch among the processes that a network is spread over; None for B.
+
+    Attributes:
+        f: Outputs `[B·T, C]`, detached; T = 1 where a datum has one position.
+    """
+
+    def __init__(
+        self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int, widest: int | None = None
+    ) -> None:
+        self.problem = problem
+        self.x = x
+        self.capture = capture
+        self.plan = plan
+        self.memory_budget = memory_budget
+        self.widest = self.n_data if widest is None else widest
+        self.f = capture.rows.detach()
+        self.dtype = torch.promote_types(self.f.dtype, torch.float32)
+        self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
+        self._activations: Activations = {}
+        self._of_zeros: dict[tuple[int, torch.device], Tensor] = {}
+
+    @property
+    def n_data(self) -> int:
+        """B."""
+        return self.capture.f.shape[0]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The dimensions whose product is T; empty for outputs `[B, C]`."""
+        return self.capture.positions
+
+    def at_outputs(self, outputs: Tensor | None = None) -> Tensor:
+        """Outputs `[B·T, C]`, with their graph if one was asked for; of K of every row, `[B·T, K]`."""
+        rows = self.capture.rows if self.capture.create_graph else self.f
+        return rows if outputs is None else rows.gather(1, outputs)
+
+    def by_row(self, slot: int) -> bool:
+        """True if the data of a tensor's block are rows: always without positions."""
+        return not self.positions or self.plan[slot].by_row
+
+    @property
+    def mixes(self) -> bool:
+        """True if some tensor needs cotangents of its own for every position."""
+        return bool(self.positions) and not all(rule.by_row or rule.description == "unused" for rule in self.plan)
+
+    def bytes_per_cotangent(self) -> int:
+        """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
+        read = {use.call for rule in self.plan for use in rule.uses}
+        entries = sum([self.capture.calls[n].shape.numel() for n in read - self.capture.heads])
+        entries += self.capture.f.numel() if self.positions and self.mixes else 0
+        return 2 * entries * self.f.element_size() * self.widest // max(1, self.n_data)
+
+    def bytes_per_column(self) -> int:
+        """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
+        own = 2 * self.f.numel() * self.f.element_size()
+        return self.bytes_per_cotangent() + own * self.widest // max(1, self.n_data)
+
+    def columns_at_once(self, *, together: bool) -> int:
+        """Cotangents whose output gradients are held at once, within the memory budget.
+
+        Of passes that run one by one on a CPU few, since many large ones take longer to stack than they save.
+
+        Args:
+            together: Whether a sum needs few cotangents no less than many: it adds a product per call, however many.
+        """
+        looped = self.capture.loop and not together and self.f.device.type == "cpu"
+        budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget
+        return max(1, budget // self.bytes_per_column())
+
+    def heads(self) -> list[int]:
+        """Slots whose layer's outputs are the network's, with all entries random."""
+        return list(self._heads)
+
+    def head_blocks(self, slots: list[int]) -> dict[int, HeadBlock]:
+        """Blocks of heads, which need no output gradients."""
+        return {i: self._heads[i] for i in slots}
+
+    @cached_property
+    def _heads(self) -> dict[int, HeadBlock]:
+        blocks = {i: self._by_row(self._without_gradients(i)) for i in range(len(self.plan)) if self._ends(i)}
+        heads = {i: HeadBlock.of(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
+        return {i: head for i, head in heads.items() if head is not None}
+
+    def _by_row(self, block: Block) -> Block | None:
+        """The block with rows for data: as it is without positions."""
+        return block.fold_positions(self.capture.n_positions) if self.positions else block
+
+    def _ends(self, slot: int) -> bool:
+        """True if the outputs of a tensor's layer are the network's."""
+        rule = self.plan[slot]
+        return (
+            len(rule.uses) == 1
+            and self.problem.slots[slot].entries is None
+            and (rule.is_head or not self.positions)
+            and rule.uses[0].call in self.capture.heads
+        )
+
+    def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
+        """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
+        recorded = self.capture.calls if calls is None else calls
+        zeros = {use.call: self._zeros(use.call, recorded[use.call].x.device) for use in self.plan[slot].uses}
+        return self._block(slot, recorded, zeros, self._activations if calls is None else None)
+
+    def _zeros(self, call: int, device: torch.device) -> Tensor:
+        """Gradients of one cotangent of zeros, of which one is held."""
+        key = call, device
+        if key not in self._of_zeros:
+            self._of_zeros[key] = self.f.new_zeros((), device=device).expand(1, *self._gradient_shape(call))
+        return self._of_zeros[key]
+
+    def _block(
+        self,
+        slot: int,
+        calls: Sequence[LayerCall],
+        gradients: Mapping[int, Tensor],
+        activations: Activations | None = None,
+    ) -> Block:
+        uses, dtype = self.plan[slot].uses, self._weights_dtype
+        return block_of(self.problem, slot, uses, calls, gradients, self.n_data, dtype, activations)
+
+    def _gradient_shape(self, call: int) -> torch.Size:
+        """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
+        is_known = not self.positions and call in self.capture.heads
+        return self.capture.f.shape if is_known else self.capture.calls[call].shape
+
+    def _form(self, slot: int) -> Block:
+        """The block of a slot for one cotangent, of which the shapes count and not the numbers."""
+        try:
+            inputs = self._formal_inputs
+            block = self._without_gradients(
+                slot, [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
+            )
+        except (RuntimeError, TypeError):  # a rule that looks at the numbers
+            block = self._without_gradients(slot)
+        rows = None if self.mixes else self._by_row(block)
+        return block if rows is None else rows
+
+    def outline(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
+        """Profile of the batch by its shapes: without its graph, which is held by now, and without seconds.
+
+        Args:
+            n_columns: K.
+            n_terms: E.
+            product_budget: Bytes that the vectors of one pass may hold.
+            refused: True if the columns are more backward passes than a batch may take.
+        """
+        return BatchProfile(
+            layout=self.problem.layout, tensors=self._shapes(), n_data=self.n_data if self.mixes else len(self.f),
+            n_outputs=self.f.shape[1], n_columns=n_columns, n_terms=n_terms, itemsize=self.dtype.itemsize,
+            graph=0, widest=0, gradients=self.bytes_per_cotangent() // 2, budget=self.memory_budget,
+            product_budget=product_budget, loop=self.capture.loop, refused=refused,
+            inputs=sum(tensor.nbytes for tensor in batches.tensors(self.x)),
+        )  # fmt: skip
+
+    def _shapes(self) -> tuple[TensorShape, ...]:
+        """Shapes of all tensors, from the forms of their factors alone; a rule keeps those that were found once."""
+        shapes: list[TensorShape] = []
+        for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
+            if i in self._heads:
+                shapes.append(self._heads[i].shape(()))
+            elif rule.uses:
+                calls = (self.capture.calls[use.call] for use in rule.uses)
+                forms = tuple((call.x.shape, call.x.stride(), call.x.dtype, call.shape) for call in calls)
+                key = self.capture.f.shape, self.positions, self.mixes, forms
+                if key not in rule.shapes:
+                    rule.shapes[key] = self._form(i).shape(self._formal_inputs)
+                shapes.append(rule.shapes[key])
+            else:
+                shapes.append(TensorShape(slot.size, n_outputs=slot.size))
+        return tuple(shapes)
+
+    @cached_property
+    def _formal_inputs(self) -> list[Tensor]:
+        """Inputs of the right shapes without numbers: they take no memory, and no work."""
+        return [call.x.to("meta") for call in self.capture.calls]
+
+    def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
+        """The Jacobian of the network's rows: one-hot cotangents, none for a head.
+
+        Args:
+            outputs: Of every row, `[B·T, K]`; None for all.
+            part: Positions of the only datum; None for all rows.
+        """
+        heads = self.heads()
+        rest = [i for i in range(len(self.plan)) if i not in heads]
+        blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
+        if outputs is not None:
+            blocks = {i: block.select_outputs(outputs) for i, block in blocks.items()}
+        if simple := [i for i in rest if self.by_row(i)]:
+            blocks |= self._at_rows(outputs, simple)
+        if part is not None:
+            blocks = {i: block.at(part) for i, block in blocks.items()}
+        if mixed := [i for i in rest if not self.by_row(i)]:
+            blocks |= self._at_positions(torch.arange(self.capture.n_positions)[part or slice(None)], outputs, mixed)
+        chosen = outputs if outputs is None or part is None else outputs[part]
+        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions, outputs=chosen)
+
+    def _at_rows(self, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
+        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where there are many.
+
+        Args:
+            outputs: Of every row, `[B·T, K]`; None for all.
+            only: Slots.
+        """
+        count = self.f.shape[1] if outputs is None else outputs.shape[1]
+        step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
+        parts: list[dict[int, Block]] = []
+        for start in range(0, count, step):
+            hot = self._one_hot(outputs, slice(start, min(start + step, count)))
+            parts.append(self.row_blocks(hot.expand(-1, len(self.f), -1), only))
+        return {i: parts[0][i].join([part[i] for part in parts[1:]]) if len(parts) > 1 else parts[0][i] for i in only}
+
+    def _one_hot(self, outputs: Tensor | None, some: slice) -> Tensor:
+        """One-hot rows of some of the K outputs, `[k, B·T, C]`, or `[k, 1, C]` of those of all rows."""
+        if outputs is None:
+            hot = self.f.new_zeros(some.stop - some.start, 1, self.f.shape[1])
+            hot[:, 0].diagonal(some.start).fill_(1)
+            return hot
+        at = outputs.T[some].unsqueeze(2)
+        return self.f.new_zeros(*at.shape[:2], self.f.shape[1]).scatter_(2, at, 1.0)
+
+    def _at_positions(self, at: Tensor, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
+        """Blocks `[K, B·S, p]` of the rows of S positions, by S·K cotangents of the whole outputs.
+
+        Args:
+            at: The positions, `[S]`.
+            outputs: Of every row, `[B·T, K]`; None for all.
+            only: Slots.
+        """
+        n_positions = self.capture.n_positions
+        n_data = 1 if outputs is None else self.n_data  # all outputs are those of any datum
+        count = self.f.shape[1] if outputs is None else outputs.shape[1]
+        hot = self._one_hot(outputs, slice(0, count)).expand(-1, n_data * n_positions, -1)
+        rows = hot.unflatten(1, (n_data, n_positions))[:, :, at]  # [K, B, S, C]
+        whole = hot.new_zeros(len(at), count, n_data, n_positions, hot.shape[2])
+        whole[torch.arange(len(at)), :, :, at] = rows.permute(2, 0, 1, 3)
+        cotangents = whole.flatten(3).flatten(0, 1).expand(-1, self.n_data, -1)
+        return {i: block.fold_cotangents(len(at)) for i, block in self.blocks(cotangents, only).items()}
+
+    def row_blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        """Weighted blocks of slots whose data are rows, for cotangents `[K, B·T, C]`."""
+        if not self.positions:
+            return self.blocks(cotangents, only)
+        blocks = self.blocks(cotangents.reshape(len(cotangents), self.n_data, -1), only)
+        folded = {i: self._by_row(block) for i, block in blocks.items()}
+        return {i: block for i, block in folded.items() if block is not None}
+
+    def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
+        with torch.inference_mode(False):
+            return self._captured(cotangents, only) | self._fallbacks(
+                cotangents, [i for i in only if self.plan[i].fallback is not None]
+            )
+
+    def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        plan, capture = self.plan, self.capture
+        needed = {use.call for i in only for use in plan[i].uses}
+        gradients = capture.gradients(cotangents, sorted(needed))
+        blocks: dict[int, Block] = {}
+        for i in only:
+            if plan[i].uses:
+                blocks[i] = self._block(i, capture.calls, gradients, self._activations)
+            elif plan[i].fallback is None:
+                zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
+                blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))
+        return blocks
+
+    def _fallbacks(self, cotangents: Tensor, slots: list[int]) -> dict[int, Block]:
+        """Dense blocks by the fallback ladder, held together if they are small, computed in pieces if not."""
+        blocks: dict[int, Block] = {}
+        for fallback in Fallback if slots else ():
+            members = [i for i in slots if self.plan[i].fallback is fallback]
+            entries = cotangents.shape[0] * self.n_data * sum(self.problem.slots[i].shape.numel() for i in members)
+            if entries * self.dtype.itemsize * _LAZY_SHARE <= self.memory_budget:
+                values = self._fallback(cotangents, members, fallback, slice(None))
+                blocks |= {i: DenseBlock(v) for i, v in zip(members, values, strict=True)}
+            else:
+                blocks |= {i: self._lazy(cotangents, i, fallback) for i in members}
+        return blocks
+
+    def _lazy(self, cotangents: Tensor, slot: int, fallback: Fallback) -> Block:
+        return LazyBlock(
+            compute=lambda rows: self._fallback(cotangents, [slot], fallback, rows)[0],
+            dims=(cotangents.shape[0], self.problem.slots[slot].size),
+            span=(0, self.n_data),
+            norm=cotangents.norm(),
+        )
+
+    def _fallback(self, cotangents: Tensor, slots: list[int], fallback: Fallback, rows: slice) -> list[Tensor]:
+        if not slots:
+            return []
+        start, stop, _ = rows.indices(self.n_data)
+        graph = self.capture.create_graph
+
+        def computed(some: slice) -> list[Tensor]:
+            part = slice(start + some.start, start + some.stop)
+            whole = part == slice(0, self.n_data)
+            x = self.x if whole else batches.select(self.x, part, self.n_data)
+            return per_sample(self.problem, x, cotangents[:, part], slots, fallback, create_graph=graph)
+
+        with preserve_model(self.problem.module), torch.inference_mode(False):
+            step = self._fallback_step(cotangents.shape[0], slots)
+            parts = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
+        return [torch.cat(values, 1).to(self.dtype) for values in zip(*parts, strict=True)]
+
+    def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:
+        """Data per call of the fallback, so that activations and gradients of all cotangents fit the budget."""
+        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.capture.f.shape[1]
+        per_datum = n_cotangents * (4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize)
+        return max(1, self.memory_budget // per_datum)

@@ -1,0 +1,558 @@
+"""Calls that a forward pass records, and the observer of PyTorch's functions, where no module's rule serves.
+
+A layer rule knows a module; a function call knows one operation, whichever module it is written in: a weight used
+through `F.linear`, stored as `[in, out]`, or packed with others, a convolution whose module pads the images by
+itself, a scale w ⊙ h, a table of positions that is added to all data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
+from laplace.engines.native.autograd import BackwardPasses
+from laplace.engines.native.rules import BatchAxis, RoutedRows, evenly, output_gradients, patches_of
+from laplace.engines.native.steps import CELLS, STEPS, attend, run_cell, run_recurrent, weights_of
+from laplace.errors import CurvatureError
+from laplace.jacobian.blocks import Block, DenseBlock
+from laplace.jacobian.index import IndexBlock
+from laplace.jacobian.outer import OuterBlock
+
+
+class FunctionCall(ABC):
+    """One call of a function of PyTorch with random parameters among its arguments, and the blocks that it gives them.
+
+    Attributes:
+        name: Name in the coverage report.
+        roles: Which argument each tensor is, by the tensor's name.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+
+    @property
+    def whole(self) -> bool:
+        """True if the tensors are used whole and as a linear layer uses them, so that the call may be a head."""
+        return False
+
+    @property
+    def instead_of(self) -> FunctionCall | None:
+        """The call whose output this one spreads over the data: both explain the same derivative."""
+        return None
+
+    @property
+    def weight_alone(self) -> Tensor | None:
+        """The tensor that was computed from the parameter alone before it meets the data here; mostly None."""
+        return None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """A key that calls share for which one rule holds: the function, and which tensor is which argument."""
+        return self.name, tuple(self.roles.items())
+
+    @abstractmethod
+    def positions(self, n_data: int) -> int:
+        """Positions per datum in the leading dimensions, 0 if they cannot hold `n_data` data."""
+
+    @abstractmethod
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        """The block from the gradients `[K, *shape of the output]`, at least float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a module or of a function: its first input and the place of its output in autograd's graph.
+
+    The place is an edge of the graph and not the output tensor, so that a later in-place operation on the
+    output does no harm and no copy is needed.
+
+    Attributes:
+        by: The module, or the call of a function.
+        x: The first input.
+        edge: Where the output's gradient is found.
+        shape: The output's shape.
+        fed: Nodes of the data that went in, which the call only reads.
+        is_known: True if what runs between the two is PyTorch's, or that of the class that has the rule: not a method
+            or a hook of the user's besides.
+        nodes: Nodes of the graph that give its results: that of the output, or of all products that it stands for.
+    """
+
+    by: nn.Module | FunctionCall
+    x: Tensor
+    edge: GradientEdge
+    shape: torch.Size
+    fed: tuple[Any, ...] = ()
+    is_known: bool = True
+    nodes: tuple[Any, ...] = ()
+
+    @property
+    def weight_alone(self) -> Tensor | None:
+        """That of the function's call."""
+        return None if isinstance(self.by, nn.Module) else self.by.weight_alone
+
+    @property
+    def kind(self) -> object:
+        """A key that calls share for which one rule holds: the module, or the kind of function call."""
+        return id(self.by) if isinstance(self.by, nn.Module) else self.by.kind
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, where it is one.
+
+        Raises:
+            CurvatureError: A function was called.
+        """
+        if not isinstance(self.by, nn.Module):
+            raise CurvatureError(f"{self.by.name} is no layer")
+        return self.by
+
+
+@dataclass(frozen=True, eq=False)
+class LinearCall(FunctionCall):
+    """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`.
+
+    Attributes:
+        x: Inputs `[..., I]`.
+        rows: By role, rows of the tensor that are used, of how many: parts of a packed projection.
+        transposed: True if the weight is stored `[in, out]`.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+    x: Tensor
+    rows: Mapping[str, tuple[int, int]]
+    transposed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return not self.rows and not self.transposed
+
+    def positions(self, n_data: int) -> int:
+        return evenly(self.x.shape[:-1].numel(), n_data) if self.x.ndim >= 2 else 0
+
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        g = axis.positions(g, n_data, 1, batched=True).unsqueeze(3)
+        if role in self.rows:
+            first, total = self.rows[role]
+            g = F.pad(g, (first, total - first - g.shape[-1]))
+        if role == "bias":
+            return OuterBlock(a=None, g=g)
+        a = axis.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
+        return OuterBlock(a=a, g=g, input_first=self.transposed)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionCall(FunctionCall):
+    """z = W ∗ x + b.
+
+    Attributes:
+        x: Images `[N, channels, *space]`.
+        kernel: Spatial shape of W.
+        stride: One number per dimension of space, as of `padding` and `dilation`.
+        padding: Zeros before and after each dimension of space.
+        dilation: Between entries of the kernel.
+        groups: G.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+    x: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def positions(self, n_data: int) -> int:
+        return evenly(self.x.shape[0], n_data)
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        amount = [side for both in reversed(self.padding) for side in both]
+        return F.pad(self.x, amount) if any(amount) else self.x
+
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        gradients = output_gradients(self.groups, g, n_data, axis)
+        if role == "bias":
+            return OuterBlock(a=None, g=gradients)
+        images = axis.positions(self._padded.to(g.dtype), n_data, self.x.ndim - 1)
+        return OuterBlock(patches_of(images, self.kernel, self.stride, self.dilation, self.groups), gradients)
+
+
+@dataclass(frozen=True, eq=False)
+class TableCall(FunctionCall):
+    """z = W[index] of a table that is used as a function.
+
+    Attributes:
+        index: Rows that are read.
+        n_rows: V.
+        padding: A row that gets no gradient.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+    index: Tensor
+    n_rows: int
+    padding: int | None
+
+    def positions(self, n_data: int) -> int:
+        return evenly(self.index.numel(), n_data) if self.index.ndim >= 1 else 0
+
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        return self.rows_of(axis.positions(self.index, n_data, 0), axis.positions(g, n_data, 1, batched=True))
+
+    def rows_of(self, index: Tensor, g: Tensor) -> IndexBlock:
+        """The block of rows `[B, T]` with gradients `[K, B, T, D]`."""
+        index = index if self.padding is None else index.where(index != self.padding, -1)
+        return IndexBlock.of(index, g, self.n_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table.
+
+    Attributes:
+        value: The result, with its graph.
+        root: The random parameter, or what a table gave.
+        name: The random parameter's name.
+        table: The call that read the table, or None.
+    """
+
+    value: Tensor
+    root: Tensor
+    name: str
+    table: TableCall | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadCall(FunctionCall):
+    """z = h ⊙ o or z = h ± o with an operand o that has no data dimension, or o expanded over the data.
+
+    The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
+    repeated but the data's; from o to the random parameter it goes through the graph.
+
+    Attributes:
+        operand: o.
+        shape: Of z.
+        factor: h of a product, or None.
+        sign: −1 where o is subtracted.
+        create_graph: True if gradients are differentiated again.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+    operand: Operand
+    shape: torch.Size
+    factor: Tensor | None = None
+    sign: float = 1.0
+    create_graph: bool = False
+
+    @property
+    def instead_of(self) -> FunctionCall | None:
+        return self.operand.table
+
+    @property
+    def weight_alone(self) -> Tensor | None:
+        return None if self.operand.value is self.operand.root else self.operand.value
+
+    def positions(self, n_data: int) -> int:
+        return evenly(self.shape.numel(), n_data) if self.shape else 0
+
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        root, table = self.operand.root, self.operand.table
+        values = self._of_root(g, n_data, axis)
+        if table is not None:
+            index = table.index.reshape(1, -1).expand(n_data, -1)
+            return table.rows_of(index, values.reshape(*values.shape[:2], -1, root.shape[-1]))
+        if root.ndim < 2 or root.numel() <= DENSE_BLOCK_LIMIT:
+            return DenseBlock(values.reshape(*values.shape[:2], -1))
+        # A table of positions that is read from its first to its last row.
+        rows = values.reshape(*values.shape[:2], -1, root.shape[-1])
+        index = torch.arange(rows.shape[2], device=root.device).expand(n_data, -1)
+        return IndexBlock.of(index, rows, rows.shape[2])
+
+    def _of_root(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
+        """Gradients `[K, *z]` as those of the random parameter, `[K, B, *root]`; without numbers no sums."""
+        if g.is_meta:
+            return g.new_empty(len(g), n_data, *self.operand.root.shape)
+        g = g if self.factor is None else g * self.factor.to(g.dtype)
+        return self._to_root(self.sign * self._summed(g, n_data, axis))
+
+    def _summed(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
+        """Gradients `[K, *z]` as `[K, B, *o]`.
+
+        Raises:
+            IndexError: o varies along the dimension of the data, or both axes are one reading.
+        """
+        shape = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
+        second = axis is BatchAxis.TRAILING and len(shape) > 1 and shape[1] == 1 and self.shape[1] == n_data
+        at = 1 if second else 0
+        if shape[at] != 1:
+            raise IndexError("the operand has a dimension for the data")
+        if axis is BatchAxis.TRAILING and not second and self.shape[0] == n_data:
+            raise IndexError("the data are first whichever axis is meant")
+        if isinstance(axis, RoutedRows):
+            g = axis.positions(g, n_data, len(self.shape) - 1, batched=True)
+        elif second or axis is BatchAxis.LEADING:
+            g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
+        else:
+            g = g.unflatten(1, (-1, n_data)).movedim(2, 1)
+        repeated = [2 + d for d, size in enumerate(shape) if size == 1]
+        g = g.sum(repeated, keepdim=True) if repeated else g
+        return g.reshape(*g.shape[:2], *self.operand.value.shape)
+
+    def _to_root(self, g: Tensor) -> Tensor:
+        """Gradients of o `[K, B, *o]` as those of the random parameter, by a vectorised pass from o to it."""
+        value, root = self.operand.value, self.operand.root
+        if value is root:
+            return g
+        (pulled,) = BackwardPasses([value], [root], create_graph=self.create_graph).vectorised(g.flatten(0, 1))
+        if pulled is None:  # the operand does not depend on it
+            return g.new_zeros(*g.shape[:2], *root.shape)
+        return pulled.unflatten(0, g.shape[:2]).to(g.dtype)
+
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+
+_ARGUMENTS = {
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "embedding": ("input", "weight", "padding_idx", "max_norm"),
+} | dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
+"""Products, convolutions and tables, and what their arguments are called."""
+
+_SUMS = {"add": 1.0, "add_": 1.0, "sub": -1.0, "sub_": -1.0}
+_PRODUCTS = ("mul", "mul_")
+_EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among arguments, and in tuples and lists of them, as indices are."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            tensors += _tensors(value)
+    return tensors
+
+
+class Observer(TorchFunctionMode):
+    """Records uses of random parameters by the function that is called, whichever module calls it.
+
+    Attention and recurrent layers hide their projections inside one function; where these are random, they are run in
+    its place by matrix products with the same values.
+
+    Args:
+        stand_ins: The random parameters of this pass, by name.
+        keep_graph: True if inputs keep their graph.
+    """
+
+    def __init__(self, stand_ins: Mapping[str, Tensor], *, keep_graph: bool) -> None:
+        super().__init__()
+        self.names = {id(tensor): name for name, tensor in stand_ins.items()}
+        self.keep_graph = keep_graph
+        self.calls: list[LayerCall] = []
+        self._operands: dict[int, Operand] = {
+            id(tensor): Operand(tensor, tensor, name) for name, tensor in stand_ins.items()
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in CELLS and any(id(w) in self.names for w in weights_of(args)):
+            return run_recurrent(name, args, self.linear, self.recur)
+        if name in STEPS and not kwargs and any(id(w) in self.names for w in args):
+            return run_cell(name, args, self.linear)
+        if func is F.multi_head_attention_forward:
+            outputs = attend(self.linear, self.names, *args, **kwargs)
+            return func(*args, **kwargs) if outputs is None else outputs
+        result = func(*args, **kwargs)
+        if name in _ARGUMENTS:
+            self._note(name, dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs, result)
+        elif isinstance(result, (Tensor, tuple, list)) and not isinstance(result, torch.Size):
+            self._follow(name, args, kwargs, result)
+        return result
+
+    # Products, convolutions and tables.
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, of which the use is recorded if a tensor is random."""
+        z = F.linear(x, weight, bias)
+        self._product("F.linear", x, weight, bias, z)
+        return z
+
+    def _note(self, name: str, given: Mapping[str, Any], result: Any) -> None:
+        """One of `_ARGUMENTS`; with options that they do not name, a product is left to the fallback."""
+        known = all(argument in _ARGUMENTS[name] for argument in given)
+        if name == "embedding":
+            self._embedding(given, result)
+        elif name in _CONVOLUTIONS:
+            self._convolution(f"F.{name}", result, **given)
+        elif known and name == "linear":
+            self._product("F.linear", given["input"], given["weight"], given.get("bias"), result)
+        elif known:
+            *first, x, weight = (given[argument] for argument in _ARGUMENTS[name])
+            self._product(f"torch.{name}", x, weight, first[0] if first else None, result, stored_by_input=True)
+
+    def recur(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor]
+    ) -> None:
+        """A product that is repeated step by step, from all its inputs `[B, T, I]` and zeros added to its outputs."""
+        self._product("recurrence", x, weight, bias, offsets, steps=[product.grad_fn for product in products])
+
+    def _product(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        z: Tensor,
+        *,
+        stored_by_input: bool = False,
+        steps: Sequence[Any] = (),
+    ) -> None:
+        roles: dict[str, str] = {}
+        rows: dict[str, tuple[int, int]] = {}
+        transposed = False
+        if weight.ndim == 2 and (place := self._place(weight)) is not None:
+            root, first, turned = place
+            transposed = turned is not stored_by_input
+            in_part = not turned and len(root) != len(weight)
+            if not (in_part and transposed):
+                roles[self.names[id(root)]] = "weight"
+            if in_part:
+                rows["weight"] = (first, len(root))
+        if bias is not None and bias.ndim == 1 and (place := self._place(bias)) is not None:
+            root, first, _ = place
+            roles[self.names[id(root)]] = "bias"
+            if len(root) != len(bias):
+                rows["bias"] = (first, len(root))
+        inputs = x if self.keep_graph else x.detach()
+        if len({rows.get(role) for role in roles.values()}) < 2:
+            together = [roles] if roles else []
+        else:  # parts of different sizes share no output side
+            together = [{tensor: role} for tensor, role in roles.items()]
+        for some in together:
+            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z, [x], steps)
+
+    def _convolution(
+        self,
+        name: str,
+        z: Tensor,
+        input: Tensor,  # noqa: A002 - the names of PyTorch's function
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> None:
+        roles = {self.names[id(t)]: role for t, role in ((weight, "weight"), (bias, "bias")) if id(t) in self.names}
+        kernel = tuple(weight.shape[2:])
+        if not roles or input.ndim != weight.ndim:  # one image without a dimension for the data
+            return
+        steps, apart = _per_dimension(stride, kernel), _per_dimension(dilation, kernel)
+        if isinstance(padding, str):
+            missing = [d * (k - 1) if padding == "same" else 0 for d, k in zip(apart, kernel, strict=True)]
+            sides = tuple((both // 2, both - both // 2) for both in missing)
+        else:
+            sides = tuple((p, p) for p in _per_dimension(padding, kernel))
+        inputs = input if self.keep_graph else input.detach()
+        self._record(ConvolutionCall(name, roles, inputs, kernel, steps, sides, apart, groups), inputs, z, [input])
+
+    def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
+        """The random parameter that this one is a view of, its first row there, and whether it is transposed."""
+        if id(tensor) in self.names:
+            return tensor, 0, False
+        root = tensor._base
+        if root is None or id(root) not in self.names or root.ndim != tensor.ndim:
+            return None
+        start = tensor.storage_offset() - root.storage_offset()
+        if tensor.shape[1:] == root.shape[1:] and tensor.stride() == root.stride():
+            return None if start % root.stride(0) else (root, int(start // root.stride(0)), False)
+        turned = tensor.ndim == 2 and tensor.shape == root.shape[::-1] and tensor.stride() == root.stride()[::-1]
+        return (root, 0, True) if turned and start == 0 else None
+
+    def _embedding(self, given: Mapping[str, Any], result: Tensor) -> None:
+        index, weight, padding_idx = given["input"], given["weight"], given.get("padding_idx")
+        if id(weight) not in self.names or given.get("max_norm") is not None:
+            return
+        padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
+        name = self.names[id(weight)]
+        call = TableCall("F.embedding", {name: "weight"}, index, len(weight), padding)
+        self._record(call, index, result, [])
+        self._operands[id(result)] = Operand(result, result, name, call)
+
+    # What has no data dimension, until it meets the data.
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        known = [self._operands[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._operands]
+        if not known:
+            return
+        tensors = _tensors((*args, *kwargs.values()))
+        if name in _EXPANSIONS and self._expansion(known[0], tensors[0], result):
+            return
+        if len(tensors) == 1:
+            for part in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(part, Tensor) and part.requires_grad and id(part) not in self._operands:
+                    operand = known[0]
+                    self._operands[id(part)] = Operand(part, operand.root, operand.name, operand.table)
+        elif len(args) == len(tensors) == 2 and not kwargs and isinstance(result, Tensor):
+            self._meeting(name, tensors[0], tensors[1], result)
+
+    def _expansion(self, operand: Operand, value: Tensor, result: Any) -> bool:
+        """O repeated along a first dimension that it does not have: that of the data, if the probe agrees."""
+        repeated = operand.value is value and isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
+        if repeated:
+            self._spread("expanded", operand, result, [], 1.0)
+        return repeated
+
+    def _meeting(self, name: str, left: Tensor, right: Tensor, result: Tensor) -> None:
+        for value, other, sign in ((left, right, 1.0), (right, left, _SUMS.get(name, 1.0))):
+            operand = self._operands.get(id(value))
+            if operand is None or value is result:
+                continue
+            if name in _SUMS:
+                self._spread("sum with all data", operand, result, [other], sign)
+            elif name in _PRODUCTS:
+                factor = other if self.keep_graph else other.detach()
+                self._spread("scale", operand, result, [other], 1.0, factor)
+
+    def _spread(
+        self,
+        name: str,
+        operand: Operand,
+        result: Tensor,
+        data: list[Tensor],
+        sign: float,
+        factor: Tensor | None = None,
+    ) -> None:
+        call = SpreadCall(name, {operand.name: "operand"}, operand, result.shape, factor, sign, self.keep_graph)
+        leading = result.shape[:1]
+        self._record(call, torch.empty((*leading, 0), device=result.device), result, data)
+
+    def _record(self, call: FunctionCall, x: Tensor, z: Tensor, data: list[Tensor], steps: Sequence[Any] = ()) -> None:
+        if z.requires_grad:
+            fed, edge = tuple(tensor.grad_fn for tensor in data), get_gradient_edge(z)
+            self.calls.append(LayerCall(call, x, edge, z.shape, fed, nodes=tuple(steps) or (edge.node,)))
+
+
+def _per_dimension(setting: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A setting of a convolution for every dimension of space."""
+    values = (setting,) if isinstance(setting, int) else tuple(setting)
+    return values * len(kernel) if len(values) == 1 else values
