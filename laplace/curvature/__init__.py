@@ -8,8 +8,14 @@ if TYPE_CHECKING:
     from laplace.curvature.asdl import AsdlEF, AsdlGGN, AsdlHessian, AsdlInterface
     from laplace.curvature.backpack import BackPackEF, BackPackGGN, BackPackInterface
     from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN, CurvlinopsHessian, CurvlinopsInterface
-    from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-    from laplace.curvature.native_backends import NativeEF, NativeGGN, NativeHessian
+    from laplace.curvature.interface import (
+        CurvatureInterface,
+        EFInterface,
+        GGNInterface,
+        NativeEF,
+        NativeGGN,
+        NativeHessian,
+    )
 else:
     __getattr__, __dir__ = attach(
         __name__,
@@ -17,8 +23,9 @@ else:
             "laplace.curvature.asdl": "AsdlEF AsdlGGN AsdlHessian AsdlInterface",
             "laplace.curvature.backpack": "BackPackEF BackPackGGN BackPackInterface",
             "laplace.curvature.curvlinops": "CurvlinopsEF CurvlinopsGGN CurvlinopsHessian CurvlinopsInterface",
-            "laplace.curvature.interface": "CurvatureInterface EFInterface GGNInterface",
-            "laplace.curvature.native_backends": "NativeEF NativeGGN NativeHessian",
+            "laplace.curvature.interface": (
+                "CurvatureInterface EFInterface GGNInterface NativeEF NativeGGN NativeHessian"
+            ),
         },
     )
 

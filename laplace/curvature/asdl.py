@@ -16,18 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import CopiedBatch
-from laplace.curvature.package_backends import PackageGGN, PackageInterface
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
-from laplace.curvature.support_tables import asdl_fault, obstacles_of
+from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
 from laplace.engines.engine import EngineOptions
 from laplace.engines.native.autograd import differentiable
 from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.functions import LayerCall
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
+
+
+def asdl_fault(call: LayerCall, primitive: str) -> str:
+    """Reason why ASDL does not compute a quantity of a layer correctly; empty if it does."""
+    layer = call.module
+    if type(layer) is nn.Linear:
+        apart = call.x.ndim == 2 or (primitive == "kron" and call.x.ndim > 2)
+        return "" if apart else "positions that share a weight, which it takes for data"
+    if type(layer) is not nn.Conv2d:
+        return f"no curvature of {type(layer).__name__}"
+    if layer.groups != 1 or layer.dilation != (1, 1):
+        return "a grouped or dilated convolution"
+    if layer.padding_mode != "zeros":
+        return f"{layer.padding_mode} padding, which it takes for zeros"
+    if layer.padding == "same":
+        return "padding='same', which it does not know"
+    shared, outputs, inputs = call.shape[2:].numel(), layer.out_channels, layer.weight[0].numel()
+    if primitive == "diag" and shared > 1 and shared * (outputs + inputs) < outputs * inputs:
+        return "a wide convolution, whose diagonal it approximates"
+    return "" if call.x.ndim == 4 else "inputs without a batch dimension"
+
 
 INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"
 
@@ -250,16 +269,7 @@ def batch_gradient(
 
 
 class AsdlInterface(CurvatureInterface):
-    """Base of the backends by ASDL.
-
-    Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
-    """
+    """Base of the backends by ASDL; the arguments are those of `CurvatureInterface`."""
 
 
 class AsdlGGN(AsdlInterface, PackageGGN):

@@ -8,37 +8,249 @@ convention than KFAC-expand, are the native engine's.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace.core.batch import Inputs
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import CopiedBatch
-from laplace.curvature.module_chain import chain_from
-from laplace.curvature.package_backends import PackageGGN, PackageInterface
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
-from laplace.curvature.support_tables import (
-    CHAIN,
-    FACTORED,
-    SupportTable,
-    backpack_fault,
-    faultless,
-    hessian_known,
-    obstacles_of,
-)
+from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
 from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.functions import LayerCall
 from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleChain:
+    """Modules one after the other, of which the last gives the outputs of the network.
+
+    Attributes:
+        modules: The modules, no two of them the same object.
+        x: Inputs of the first one.
+    """
+
+    modules: tuple[nn.Module, ...]
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module without children; versions count the writes to a tensor."""
+
+    module: nn.Module
+    x: Any
+    x_version: int
+    output: Any
+    output_version: int
+
+
+def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> ModuleChain:
+    """The chain that begins with the first module that holds one of the tensors, watched in one forward pass.
+
+    What runs before that module may be anything: it does not depend on the tensors.
+
+    Args:
+        module: The network, a private copy.
+        x: Its inputs.
+        tensors: Parameters that all have to be held by modules of the chain.
+
+    Raises:
+        CurvatureError: Something else happens in between (a function, a sum of branches, a write in place).
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    calls: list[_Call] = []
+    with torch.no_grad(), _watched(module, calls):
+        f = module(x)
+    starts = [n for n, call in enumerate(calls) if wanted & _held(call.module)]
+    links = calls[starts[0] :] if starts else []
+    if not links or not _joined(links, f) or not isinstance(links[0].x, Tensor):
+        raise CurvatureError("the network is not a chain of modules")
+    if not wanted <= set().union(*(_held(call.module) for call in links)):
+        raise CurvatureError("a parameter is not held by a module of the chain")
+    return ModuleChain(tuple(_apart([call.module for call in links])), links[0].x)
+
+
+def _held(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
+
+
+def _joined(links: Sequence[_Call], f: Any) -> bool:
+    """True if the input of every module is the output of the one before, unchanged, and the last one's is f."""
+    last = links[-1]
+    between = all(b.x is a.output and b.x_version == a.output_version for a, b in itertools.pairwise(links))
+    return between and f is last.output and isinstance(f, Tensor) and f._version == last.output_version
+
+
+def _apart(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules with copies of those that come again: what is written to a module must be of one call."""
+    seen: set[int] = set()
+    apart: list[nn.Module] = []
+    for module in modules:
+        apart.append(copy.deepcopy(module) if id(module) in seen else module)
+        seen.add(id(module))
+    return apart
+
+
+@contextmanager
+def _watched(module: nn.Module, calls: list[_Call]) -> Iterator[None]:
+    def remember(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        calls.append(_Call(part, x, _version(x), output, _version(output)))
+
+    leaves = [part for part in module.modules() if not any(True for _ in part.children())]
+    handles = [leaf.register_forward_hook(remember, with_kwargs=True) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else -1
+
+
+SupportTable = Mapping[type[nn.Module], Callable[[Any], str]]
+"""Reason, by exact class, why a module is not differentiated correctly; empty if it is."""
+
+
+def _none(module: nn.Module) -> str:
+    return ""
+
+
+def _padded(module: Any) -> str:
+    if isinstance(module.padding, str):
+        return f"padding={module.padding!r}, which it does not know"
+    return "" if module.padding_mode == "zeros" else f"{module.padding_mode} padding, which it takes for zeros"
+
+
+def _enlarged(module: Any) -> str:
+    return "output padding" if any(module.output_padding) else ""
+
+
+def _in_place(module: Any) -> str:
+    return "an activation in place" if module.inplace else ""
+
+
+def _normalised(module: Any) -> str:
+    return "" if module.affine and module.track_running_stats else "a norm without scale or running statistics"
+
+
+def _max_pooled(module: Any) -> str:
+    return "indices of a pooling" if module.return_indices else ""
+
+
+def _mean_pooled(module: Any) -> str:
+    plain = module.count_include_pad and not module.ceil_mode and getattr(module, "divisor_override", None) is None
+    return "" if plain else "an average of another number of entries"
+
+
+def _cropped(module: Any) -> str:
+    return "negative padding" if min(module.padding) < 0 else ""
+
+
+def _flat(module: Any) -> str:
+    return "" if module.start_dim >= 1 else "the data's dimension is flattened"
+
+
+_AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+
+LAYERS: SupportTable = {
+    nn.Linear: _none,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _padded),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _enlarged),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _normalised),
+}
+"""Layers with parameters, by exact class."""
+
+FACTORED: SupportTable = {
+    nn.Linear: _none,
+    nn.Conv2d: _padded,
+    nn.ReLU: _in_place,
+    **dict.fromkeys((nn.Sigmoid, nn.Tanh, nn.Identity), _none),
+    nn.Dropout: _in_place,
+    nn.Flatten: _flat,
+    nn.MaxPool2d: _max_pooled,
+    nn.AvgPool2d: _mean_pooled,
+    nn.ZeroPad2d: _cropped,
+}
+"""Modules of chains through which Kronecker factors are propagated."""
+
+CHAIN: SupportTable = {
+    **LAYERS,
+    **FACTORED,
+    nn.LogSigmoid: _none,
+    **dict.fromkeys((nn.LeakyReLU, nn.ELU, nn.SELU), _in_place),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), _max_pooled),
+    **dict.fromkeys(_AVERAGES, _mean_pooled),
+}
+"""Modules of chains through which roots of the GGN are propagated."""
+
+
+def fault_of(module: nn.Module, table: SupportTable) -> str:
+    """Reason why a module is not in a table; empty if it is."""
+    if type(module) not in table:
+        return f"no derivative of {type(module).__name__}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a hook on a layer"
+    return table[type(module)](module)
+
+
+def backpack_fault(call: LayerCall, *, factored: bool) -> str:
+    """Reason why BackPACK does not differentiate a layer correctly; empty if it does."""
+    layer = call.module
+    if factored and type(layer) is not nn.Linear:
+        return f"no Kronecker factors of {type(layer).__name__} by the convention of KFAC-expand"
+    if factored and call.x.ndim != 2:
+        return "no Kronecker factors for positions that share a weight"
+    return fault_of(layer, LAYERS)
+
+
+def faultless(chain: ModuleChain, table: SupportTable) -> ModuleChain:
+    """A chain of which the table knows every module.
+
+    Raises:
+        CurvatureError: It does not know one, or BackPACK averages in another dtype than the default one.
+    """
+    for module in chain.modules:
+        fault = fault_of(module, table)
+        if fault:
+            raise CurvatureError(fault)
+        # Its derivative of a mean is that of a convolution, which is made in the default dtype.
+        if isinstance(module, _AVERAGES) and chain.x.dtype is not torch.get_default_dtype():
+            raise CurvatureError(f"averages in {chain.x.dtype}, which is not the default dtype")
+    return chain
+
+
+def hessian_known(loss: nn.Module, outputs: int) -> nn.Module:
+    """The loss as BackPACK takes it for its Hessian.
+
+    Raises:
+        CurvatureError: It has no Hessian of this loss.
+    """
+    if type(loss) is nn.MSELoss:
+        return nn.MSELoss(reduction="sum")
+    if type(loss) is nn.CrossEntropyLoss and loss.weight is None and loss.label_smoothing == 0:
+        return nn.CrossEntropyLoss(reduction="sum")  # BackPACK insists on −100 for ignored labels; none are left here
+    if type(loss) is nn.BCEWithLogitsLoss and loss.weight is None and loss.pos_weight is None and outputs == 1:
+        return nn.BCEWithLogitsLoss(reduction="sum")
+    raise CurvatureError(f"no Hessian of {type(loss).__name__} of {outputs} outputs")
+
 
 INSTALL = (
     "pip install --no-deps backpack-for-pytorch unfoldNd and then pip install einops leave an installed PyTorch as it "
@@ -224,16 +436,7 @@ def _cleanup(module: nn.Module) -> None:
 
 
 class BackPackInterface(CurvatureInterface):
-    """Base of the backends by BackPACK.
-
-    Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
-    """
+    """Base of the backends by BackPACK; the arguments are those of `CurvatureInterface`."""
 
 
 class BackPackGGN(BackPackInterface, PackageGGN):

@@ -16,18 +16,53 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.curvlinops_layers import fault
-from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import CopiedBatch
-from laplace.curvature.package_backends import PackageGGN, PackageInterface
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
-from laplace.engines.engine import MEMORY_BUDGET, EngineOptions, Groups
+from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, reuse
+from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.engines.native.proof import close
+from laplace.engines.native.rules import BatchAxis
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
+
+
+def _fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
+    """The reason why factors of a tensor with one use are missing or wrong in curvlinops, or None.
+
+    Args:
+        watched: The captured pass of the network.
+        slot: Index of the tensor.
+        reduce: Average over positions (KFAC-reduce), which curvlinops does over all but the first dimension.
+    """
+    use = watched.plan[slot].uses[0]
+    call = watched.capture.calls[use.call]
+    layer, x = call.module, call.x
+    if type(layer) not in (nn.Linear, nn.Conv2d):
+        return f"no Kronecker factors of {type(layer).__name__}"
+    reason = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
+    if reason is not None:
+        return reason
+    if reduce and (use.axis is not BatchAxis.LEADING or len(x) != watched.n_data):
+        return "positions are averaged over another dimension than the data's"
+    return _of_input(layer, x)
+
+
+def _of_convolution(layer: nn.Conv2d) -> str | None:
+    if layer.groups != 1:
+        return "groups of channels, which it averages"
+    if layer.padding_mode != "zeros":
+        return f"{layer.padding_mode} padding, which it takes for zeros"
+    sizes = zip(layer.kernel_size, layer.dilation, strict=True)
+    unequal = layer.padding == "same" and any(d * (k - 1) % 2 for k, d in sizes)
+    return "unequal padding" if unequal else None
+
+
+def _of_input(layer: nn.Module, x: Tensor) -> str | None:
+    missing = x.ndim != 4 if isinstance(layer, nn.Conv2d) else x.ndim < 2
+    return "inputs without a batch dimension" if missing else None
+
 
 INSTALL = (
     "pip install --no-deps 'curvlinops-for-pytorch>=3.0.1' backpack-for-pytorch unfoldNd einconv and then "
@@ -73,7 +108,7 @@ class CurvlinopsEngine(PackageEngine):
             return {}
         reasons = reuse(watched)
         for i in range(len(watched.plan)):
-            reason = None if i in reasons else fault(watched, i, reduce=self.options.kfac_approx == "reduce")
+            reason = None if i in reasons else _fault(watched, i, reduce=self.options.kfac_approx == "reduce")
             if reason is not None:
                 reasons[i] = reason
         return reasons
@@ -230,104 +265,33 @@ class CurvlinopsHessianEngine(CurvlinopsEngine):
 
 
 class CurvlinopsInterface(CurvatureInterface):
-    """Base of the backends by curvlinops.
-
-    Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
-    """
+    """Base of the backends by curvlinops; the arguments are those of `CurvatureInterface`."""
 
 
 class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
     """GGN by curvlinops, exact or sampled: structures `full` and `kron`, blocks and products; the rest is native.
 
+    The arguments are those of `PackageGGN`, and:
+
     Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
-        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
-        num_samples: Number of targets drawn per datum, with `stochastic`.
         mc_samples: Another name of `num_samples`, which it replaces.
-        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
         kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
             (Eschenhagen et al., 2023).
-        memory_budget: Bytes of activations that vectorised passes may hold.
-
-    Raises:
-        MissingDependency: By the first batch, if curvlinops is not installed.
     """
 
     engine_type = CurvlinopsGGNEngine
     engine_options = ("stochastic", "num_samples", "generator", "kfac_approx", "memory_budget")
     synonyms: Mapping[str, str] = {"mc_samples": "num_samples"}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        stochastic: bool = False,
-        *,
-        num_samples: int = 1,
-        mc_samples: int | None = None,
-        generator: torch.Generator | None = None,
-        kfac_approx: str = "expand",
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(
-            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic,
-            num_samples=num_samples if mc_samples is None else mc_samples, generator=generator,
-            memory_budget=memory_budget,
-        )  # fmt: skip
-        self.kfac_approx = kfac_approx
-
 
 class CurvlinopsEF(CurvlinopsInterface, PackageInterface, EFInterface):
     """Empirical Fisher by curvlinops: structures `full` and `kron`, blocks and products; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
-        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`.
-        memory_budget: Bytes of activations that vectorised passes may hold.
-
-    Raises:
-        MissingDependency: By the first batch, if curvlinops is not installed.
+    The arguments are those of `PackageInterface`, with `kfac_approx` of `CurvlinopsGGN`.
     """
 
     engine_type = CurvlinopsEFEngine
     engine_options = ("kfac_approx", "memory_budget")
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        kfac_approx: str = "expand",
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(
-            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, memory_budget=memory_budget
-        )
-        self.kfac_approx = kfac_approx
 
 
 class CurvlinopsHessian(CurvlinopsInterface, PackageInterface):

@@ -7,10 +7,11 @@ defines takes the place of a primitive of the engine, which is then made from an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from laplace.core.overrides import check_backend_assignment, is_ours
 from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
 from laplace.engines.engine import CurvatureEngine, EngineOptions
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -39,6 +40,25 @@ if TYPE_CHECKING:
 
 _CHOICES = ("last_layer", "subnetwork_indices")
 """Arguments of constructors that a `Problem` makes superfluous."""
+
+_POSITIONAL = ("stochastic", "num_samples")
+"""Options that may be given by their places."""
+
+
+def _without_self(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _signature(cls: type[CurvatureInterface]) -> inspect.Signature:
+    """The constructor's: common arguments, then the options of the engine that the class takes, and other names."""
+    common = _without_self(CurvatureInterface.__init__).parameters.values()
+    parameters = [p for p in common if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(EngineOptions)} | dict.fromkeys(cls.synonyms)
+    for name in (*cls.engine_options, *cls.synonyms):
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in _POSITIONAL else inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=defaults[name]))
+    return inspect.Signature(parameters)
 
 
 class CurvatureInterface:
@@ -67,6 +87,14 @@ class CurvatureInterface:
     synonyms: Mapping[str, str] = {}
     _loss: Loss | None = None
 
+    __signature__: ClassVar[inspect.Signature]
+    stochastic: bool
+    num_samples: int
+    generator: torch.Generator | None
+    kfac_approx: str
+    memory_budget: int
+    max_passes: int
+
     def __init__(
         self,
         model: nn.Module,
@@ -75,13 +103,28 @@ class CurvatureInterface:
         subnetwork_indices: Tensor | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
+        *positional: Any,
+        **options: Any,
     ) -> None:
+        given = _signature(type(self)).bind(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, *positional, **options
+        )
+        given.apply_defaults()
+        for name in self.engine_options:
+            synonyms = [given.arguments[other] for other, meant in self.synonyms.items() if meant == name]
+            value = next((value for value in synonyms if value is not None), given.arguments[name])
+            setattr(self, name, value)
         self.model = model.with_own_head() if isinstance(model, FeatureExtractor) else model
         self.likelihood = likelihood
         self.last_layer = last_layer
         self.subnetwork_indices = subnetwork_indices
         self.dict_key_x = dict_key_x
         self.dict_key_y = dict_key_y
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherits = cls.__init__ is CurvatureInterface.__init__
+        cls.__signature__ = _signature(cls) if inherits else _without_self(cls.__init__)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses assignments that would be ignored; backends of users may hold what they like.
@@ -306,16 +349,15 @@ class CurvatureInterface:
         return torch.cat([J for J, _ in parts]), torch.cat([f for _, f in parts])
 
 
+CurvatureInterface.__signature__ = _signature(CurvatureInterface)  # those of derived classes as they are made
+
+
 class GGNInterface(CurvatureInterface):
-    """Generalised Gauss–Newton backends: Σ_b J_bᵀ Λ_b J_b, exact or sampled.
+    """Backends of the generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families).
+
+    The arguments are those of `CurvatureInterface`, and:
 
     Args:
-        model: The network.
-        likelihood: A name, e.g. `"classification"`, or a likelihood object.
-        last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
-        dict_key_x: Where batches are mappings: key of the inputs.
-        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: Replace Λ by gradients at targets drawn from the model (the Monte-Carlo Fisher).
         num_samples: Number of targets drawn per datum, with `stochastic`.
     """
@@ -323,24 +365,79 @@ class GGNInterface(CurvatureInterface):
     engine_type = GGNEngine
     engine_options = ("stochastic", "num_samples")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        stochastic: bool = False,
-        num_samples: int = 1,
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.stochastic = stochastic
-        self.num_samples = num_samples
-
 
 class EFInterface(CurvatureInterface):
     """Empirical Fisher backends: Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
 
     kind = "ef"
     engine_type = EFEngine
+
+
+class NativeGGN(GGNInterface):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    The arguments are those of `GGNInterface`, and:
+
+    Args:
+        generator: Random generator of the draws; by default a new one with the seed of `torch.manual_seed`.
+        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
+            (Eschenhagen et al., 2023).
+        memory_budget: Bytes of output gradients that may be stored at once; results depend on it by rounding only.
+        max_passes: Largest number of backward passes for a batch, where outputs are per token or pixel: one per
+            position and output. More raise an error.
+    """
+
+    engine_options = ("stochastic", "num_samples", "generator", "kfac_approx", "memory_budget", "max_passes")
+
+
+class NativeEF(EFInterface):
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+
+    The arguments are those of `CurvatureInterface`, with `kfac_approx`, `memory_budget` and `max_passes` of
+    `NativeGGN`; of outputs per token or pixel it takes a backward pass per position.
+    """
+
+    engine_options = ("kfac_approx", "memory_budget", "max_passes")
+
+
+class NativeHessian(CurvatureInterface):
+    """The exact Hessian of the negative log likelihood, which may be indefinite.
+
+    Structures `full`, `diag`, `block` and `lowrank` take it, and say by `structure_kwargs={"indefinite": ...}` what
+    becomes of negative eigenvalues. The arguments are those of `CurvatureInterface`, and:
+
+    Args:
+        memory_budget: Bytes of activations that vectorised products may hold.
+        max_passes: Largest number of backward passes of a linearised prediction, where outputs are per token or pixel.
+    """
+
+    kind = "hessian"
+    engine_type = HessianEngine
+    engine_options = ("memory_budget", "max_passes")
+
+
+class PackageInterface(CurvatureInterface):
+    """Base of backends by a package.
+
+    The arguments are those of `CurvatureInterface`, and:
+
+    Args:
+        memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if the package is not installed.
+    """
+
+    engine_options = ("memory_budget",)
+
+
+class PackageGGN(PackageInterface, GGNInterface):
+    """Base of GGN backends by a package, exact or sampled.
+
+    The arguments are those of `GGNInterface`, with `memory_budget` of `PackageInterface`, and:
+
+    Args:
+        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
+    """
+
+    engine_options = ("stochastic", "num_samples", "generator", "memory_budget")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,45 +22,16 @@ from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
 
+if TYPE_CHECKING:
+    from laplace.curvature.interface import CurvatureInterface
+
 _METHODS = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
 
 DERIVATIVES = frozenset(("jacobians", "last_layer_jacobians", "gradients"))
 """Methods that the library's curvature calls back into when a user's method calls it by `super()`."""
 
 
-class UserBackend(Protocol):
-    """The part of a `CurvatureInterface` that its engine reads."""
-
-    kind: str
-    last_layer: bool
-    dict_key_x: str
-
-    def full(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss, 0-dim, and curvature `[P, P]` of a batch."""
-        ...
-
-    def diag(self, x: Inputs, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Loss and diagonal `[P]`."""
-        ...
-
-    def kron(self, x: Inputs, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
-        """Loss and Kronecker factors, a `Kron`."""
-        ...
-
-    def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Jacobians `[B, C, P]` and outputs `[B, C]`."""
-        ...
-
-    def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The same with respect to the last layer."""
-        ...
-
-    def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients `[B, P]` of the loss at every datum, and its sum."""
-        ...
-
-
-def users_methods(backend: UserBackend) -> frozenset[str]:
+def users_methods(backend: CurvatureInterface) -> frozenset[str]:
     """Names of the public methods that a class outside of the library has defined."""
     return frozenset(name for name in _METHODS if not is_ours(getattr(type(backend), name)))
 
@@ -82,7 +53,7 @@ class UserBackendEngine(CurvatureEngine):
     """
 
     def __init__(
-        self, backend: UserBackend, builtin: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
+        self, backend: CurvatureInterface, builtin: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
     ) -> None:
         self.kind, self.name = backend.kind, type(backend).__name__
         super().__init__(builtin.problem, builtin.likelihood, builtin.options)
