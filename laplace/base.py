@@ -28,8 +28,8 @@ from laplace.network.model_guard import model_lock, own_precision, require_modul
 from laplace.posterior.attributes import Chosen
 from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
+from laplace.posterior.user_hooks import NoStructure, with_users_members
 from laplace.structures.base import Curvature, Precision
-from laplace.structures.own import OwnCurvature
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import network_of
@@ -72,7 +72,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         UnsupportedError: A class of your own without a structure, so that `fit` has no curvature to sum.
     """
 
-    structure: type[Curvature] = OwnCurvature
+    structure: type[Curvature] = NoStructure
     weights_type: type[Weights] = AllWeights
     pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
     _posterior: Posterior
@@ -134,7 +134,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         overrides.check_class(cls, BaseLaplace)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses assignments that would be ignored; new attributes, and functions in place of methods, are free.
+        """Refuses assignments that would be ignored; new attributes are free.
 
         Raises:
             ReadOnlyError: The attribute is computed, or never read.
@@ -159,11 +159,12 @@ class BaseLaplace(CheckedConstructor, ABC):
     def snapshot(self) -> Posterior:
         """An immutable copy of the posterior, which later assignments to this object do not change."""
         now = self._posterior
-        return replace(now, data=None if now.data is None else now.data.completed(), owner=self)
+        now = now if now.data is None else replace(now, data=now.data.completed())
+        return with_users_members(now, self)
 
     def set_posterior(self, posterior: Posterior) -> None:
         """Replaces the posterior of this object, e.g. by one of `snapshot()`."""
-        self._posterior = posterior if posterior.owner is None else replace(posterior, owner=None)
+        self._posterior = posterior.without_object()
         posterior.weights.announce()
 
     @contextmanager
@@ -283,7 +284,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def _assign(self, **given: float | Tensor) -> None:
         """Assigns hyper-parameters, those by setters of users' classes that have one."""
-        own = overrides.own_setters(self, *given)
+        members = {name: getattr(type(self), name) for name in given if is_overridden(self, name)}
+        own = [name for name, member in members.items() if isinstance(member, property) and member.fset is not None]
         self._posterior = self._posterior.assigned(**{name: given[name] for name in given if name not in own})
         for name in own:
             setattr(self, name, given[name])

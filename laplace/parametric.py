@@ -21,7 +21,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
 from laplace.network.fingerprint import Fingerprint
-from laplace.posterior import learning, overridden
+from laplace.posterior import learning, user_hooks
 from laplace.posterior.assembled import with_root
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior, Refinement
@@ -122,7 +122,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         prior = GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
         if not is_overridden(self, "prior_precision_diag"):
             return prior
-        return replace(prior, precision=overridden.own_diagonal(self, prior))
+        return replace(prior, precision=user_hooks.users_prior_diagonal(self, prior))
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -134,7 +134,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
         other = {name: value for name, value in given.items() if value is not None}
         if not other:
-            return overridden.resolved(self, self._posterior).evidence
+            return user_hooks.with_users_values(self, self._posterior).evidence
         with self.holding(self._posterior.at(replace(self._posterior.hypers, **other))):
             return self.evidence()
 
@@ -145,11 +145,11 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         computed at every call, with its graph.
         """
         self._require_data()
-        return overridden.own_posterior(self, self._posterior)
+        return user_hooks.users_posterior(self, self._posterior)
 
     def predictive_posterior(self) -> Precision:
         """The posterior precision that predictions and samples use, with overrides of your own class applied."""
-        return overridden.predictive_posterior(self)
+        return user_hooks.predictive_posterior(self)
 
     @property
     def posterior_precision(self) -> Any:
@@ -159,12 +159,12 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
     @property
     def posterior_covariance(self) -> Tensor:
         """Posterior covariance P⁻¹, dense, `[P, P]`."""
-        return overridden.posterior_before(self, "posterior_covariance").covariance
+        return user_hooks.posterior_before(self, "posterior_covariance").covariance
 
     @property
     def posterior_variance(self) -> Tensor:
         """Posterior variance of every random parameter, the diagonal of P⁻¹, `[P]`."""
-        return overridden.posterior_before(self, "posterior_variance").diagonal_of_inverse()
+        return user_hooks.posterior_before(self, "posterior_variance").diagonal_of_inverse()
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -173,7 +173,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         You may assign a root of your own, `[P, P]` or `[P]`. Predictions, samples and moments use it until a
         hyper-parameter or the data change; the evidence and `posterior_precision` do not.
         """
-        return overridden.posterior_before(self, "posterior_scale").scale
+        return user_hooks.posterior_before(self, "posterior_scale").scale
 
     @posterior_scale.setter
     def posterior_scale(self, root: Tensor) -> None:

@@ -20,7 +20,7 @@ from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
-from laplace.posterior.predictor import PosteriorPredictor, precision_before
+from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request, check_group, form_of, is_loader
@@ -346,7 +346,7 @@ class Predicting(OutputSampling):
         check_generator(generator)
         posterior = self._predictor.posterior
         with torch.set_grad_enabled(posterior.keeps_graph), own_precision():
-            precision, mean = precision_before(posterior, "sample"), posterior.mean
+            precision, mean = posterior.precision_before("sample"), posterior.mean
             samples = drawn(mean, precision, n_samples, generator)
             embedded = posterior.weights.embed(samples)
             if embedded is not samples:
@@ -356,7 +356,7 @@ class Predicting(OutputSampling):
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """Covariances of the outputs of each datum, J_b P⁻¹ J_bᵀ, `[B, C, C]`, given Jacobians `[B, C, P]`."""
-        precision = precision_before(self._predictor.posterior, "functional_variance")
+        precision = self._predictor.posterior.precision_before("functional_variance")
         return precision.functional_variance(self._jacobian(Js))
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
@@ -364,7 +364,7 @@ class Predicting(OutputSampling):
 
         Row b·C + c belongs to output c of datum b.
         """
-        precision = precision_before(self._predictor.posterior, "functional_covariance")
+        precision = self._predictor.posterior.precision_before("functional_covariance")
         return precision.functional_covariance(self._jacobian(Js))
 
     @checked

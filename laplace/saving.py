@@ -15,7 +15,6 @@ from torch import nn
 from laplace.base import BaseLaplace
 from laplace.core import files
 from laplace.core.hyperparameters import check_flag
-from laplace.core.overrides import assigned_functions
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
@@ -60,8 +59,7 @@ class Recipe:
         """The recipe of a posterior.
 
         Raises:
-            UnsupportedError: Its class is not registered, or its backend has a loss, or itself a method, that was
-                assigned.
+            UnsupportedError: Its class is not registered, or its backend has a loss that was assigned.
         """
         kind, choices = type(la), la.snapshot().choices
         key = vars(kind).get("_key")
@@ -72,8 +70,6 @@ class Recipe:
             )
         if choices.with_loss_of(la.snapshot().cache.backend).loss is not None:
             raise UnsupportedError(f"la.save of a posterior whose backend has a loss that was assigned; {_INSTEAD}.")
-        if own := assigned_functions(la):
-            raise UnsupportedError(f"la.save of a posterior with {own} assigned, which would be lost; {_INSTEAD}.")
         known, names = _known(la, choices), sorted(_parameters(kind))
         if "structure_kwargs" in names:
             options = {field.name for field in fields(kind.structure.options)}.difference(names)
@@ -118,8 +114,8 @@ class Saved(ABC):
 
         Raises:
             NotFittedError: Before `fit`.
-            UnsupportedError: The class is not registered, the posterior is sharded, or one of its methods or its loss
-                was assigned; or the state holds inputs, and `inputs=False`. The message says what to do.
+            UnsupportedError: The class is not registered, the posterior is sharded, or its loss was
+                assigned; or the state holds inputs, and `inputs=False`. The message says what to do.
             MissingDependency: safetensors is not installed.
         """
         check_flag("inputs", inputs, "Give False to refuse a file that holds inputs of training data.")

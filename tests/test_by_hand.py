@@ -505,7 +505,7 @@ def dense_of(la: Any) -> Tensor:
     return (la.posterior().to_dense() - torch.diag(la.prior_precision_diag)).detach()
 
 
-def test_a_hook_of_the_start_and_one_that_is_assigned() -> None:
+def test_a_hook_of_the_start() -> None:
     class Started(DiagLaplace):
         def _init_H(self) -> None:
             super()._init_H()
@@ -514,18 +514,14 @@ def test_a_hook_of_the_start_and_one_that_is_assigned() -> None:
     la, plain = Started(PROBLEM.make_model(), "regression"), fitted("all", "diag")
     la.fit(PROBLEM.batches(4))
     assert_close(la.H, plain.H + 1, "backend")
-    other = make("all", "diag")
-    other._curv_closure = lambda X, y, N: (torch.zeros(()), torch.ones(N).sum() * torch.ones(other.n_params))
-    other.fit(PROBLEM.batches(4))
-    assert_close(other.H, torch.full_like(plain.H, len(PROBLEM.batches(4)) * len(X)), "backend")
 
 
 def test_what_fails_in_a_hook_leaves_the_posterior() -> None:
     la = fitted()
     before = la._posterior
-    for value, error in ((torch.zeros(3), InvalidArgument), (NAN, InvalidArgument)):
-        la._curv_closure = lambda X, y, N, value=value: (torch.zeros(()), value)
-        with pytest.raises(error, match="H "):
+    for value in (torch.zeros(3), NAN):
+        la.__class__ = type("Own", (FullLaplace,), {"_curv_closure": lambda la, X, y, N, H=value: (torch.zeros(()), H)})
+        with pytest.raises(InvalidArgument, match="H "):
             la.fit(PROBLEM.batches(4))
         assert la._posterior is before
 

@@ -1,16 +1,14 @@
-"""Overrides by users' classes and objects: methods that are honoured, hooks that would have no effect.
+"""Members that users' classes define: which there are, and the refusal of those that would have no effect.
 
-A method of a user's class, or a function assigned to an object, takes effect wherever the library needs what it
-computes. What would be ignored in silence, a private hook of a similar library or of this one, is refused when the
-class is created or the attribute assigned.
+A public method or property of a user's class takes effect wherever the library needs what it computes. What would be
+ignored in silence, a private hook of a similar library or of this one, is refused when the class is created or the
+attribute assigned.
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator
-from itertools import repeat
-from operator import is_not
 from typing import Any, Generic, Protocol
 
 from laplace.errors import ReadOnlyError, UnsupportedError
@@ -64,9 +62,6 @@ HOOKS: dict[str, str] = {
 
 _OF_FITS = {"_curv_closure": _BACKEND, "_init_H": _STRUCTURE}
 """Hooks of fits by hand, and what has an effect where a structure's curvature is not summed by hand."""
-
-_ASSIGNABLE = frozenset({"_posterior_scale"})
-"""Hooks that have no effect in classes, and one when they are assigned to an object."""
 
 _PYTHONS = (object, ABC, Generic, Protocol)
 """Bases that are nobody's."""
@@ -137,25 +132,17 @@ _ORIGINALS = "_originals"
 """Where a class keeps what the library defines of them: every class its own, so that it lives as long as the class."""
 
 
+def overridden(cls: type) -> frozenset[str]:
+    """Names of the members that a user's class, or a user's assignment to one of the library's, defines."""
+    return frozenset(
+        name for name, original in getattr(cls, _ORIGINALS).items() if getattr(cls, name, None) is not original
+    )
+
+
 def is_overridden(la: object, *names: str) -> bool:
-    """True if a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
-    cls = type(la)
-    present, originals = map(getattr, repeat(cls), names, repeat(None)), getattr(cls, _ORIGINALS)
-    return not vars(la).keys().isdisjoint(names) or any(map(is_not, present, map(originals.__getitem__, names)))
-
-
-def assigned_functions(la: object) -> list[str]:
-    """The names of methods in whose place the object itself has a function of the user's."""
-    return sorted(_KNOWN & vars(la).keys())
-
-
-def own_setters(la: object, *names: str) -> list[str]:
-    """The names of properties that a user's class defines with a setter."""
-    return [name for name in names if is_overridden(la, name) and _has_setter(getattr(type(la), name))]
-
-
-def _has_setter(member: Any) -> bool:
-    return isinstance(member, property) and member.fset is not None
+    """True if the class of an object, or a user's assignment to it, defines one of them."""
+    cls, originals = type(la), getattr(type(la), _ORIGINALS)
+    return any(getattr(cls, name, None) is not originals[name] for name in names)
 
 
 def _owner(cls: type, name: str) -> type | None:
@@ -256,12 +243,12 @@ def undefined(la: object, name: str, own: str) -> UnsupportedError:
 
 
 def check_assignment(la: object, name: str, value: Any) -> None:
-    """Refuses an assignment that would be ignored; new attributes and functions in place of methods are free.
+    """Refuses an assignment that would be ignored; new attributes are free.
 
     Raises:
         ReadOnlyError: It would be.
     """
-    if name in HOOKS and name not in _ASSIGNABLE:
+    if name in HOOKS and name != "_posterior_scale":
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
     if name in _FIXED and getattr(la, name, value) != value:
         raise ReadOnlyError(
@@ -273,6 +260,11 @@ def check_assignment(la: object, name: str, value: Any) -> None:
     if name == "__call__":
         raise ReadOnlyError(
             "__call__ is assigned to an object, where Python never looks for it; override it in a class."
+        )
+    if name in _KNOWN and callable(getattr(type(la), name, None)):
+        raise ReadOnlyError(
+            f"{name} is assigned to an object, of which nothing reads it; override it in a class, "
+            f"`class Mine({type(la).__name__}): def {name}(self, ...)` (docs/extending.md, Subclassing)."
         )
 
 

@@ -28,7 +28,7 @@ from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
-from laplace.posterior.predictor import PosteriorPredictor, sampler
+from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predictive.latent import jacobians, shifted
 
 
@@ -324,7 +324,7 @@ class FunctionSamples(SamplePath):
         self.model, self.sample_shape = model, torch.Size(sample_shape)
         self._posterior = model.la.snapshot()
         with torch.no_grad():
-            thetas = sampler(self._posterior)(self.sample_shape.numel(), None)
+            thetas = self._posterior.sampler()(self.sample_shape.numel(), None)
             self._steps = thetas - self._posterior.expansion_point
             self._update = self._updates(model._observed)
 

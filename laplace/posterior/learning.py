@@ -32,10 +32,10 @@ from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.first_outputs import call_of, discovered, informed, look_for_sigmoid
-from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior, match_lengths
 from laplace.posterior.resumed import started_again
 from laplace.posterior.together import Started, started_together
+from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures.algebra import bars
 
 

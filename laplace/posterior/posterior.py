@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters, as_tensor, check_length, finite, positive
 from laplace.core.inference import kept_for_later
-from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_ours, is_overridden
+from laplace.core.overrides import is_ours
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import HessianStructure
@@ -36,13 +36,11 @@ from laplace.posterior.calibration import Calibration
 from laplace.predictive.options import PredictiveNames
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.by_hand import ByHand
+from laplace.structures.draws import drawn
 from laplace.structures.given import GivenPrecision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
-
-if TYPE_CHECKING:
-    from laplace.base import BaseLaplace
 
 # How a posterior is made.
 
@@ -170,6 +168,9 @@ def checked_backend(backend: Any) -> type[CurvatureInterface]:
         "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
     )
 
+
+Sampler = Callable[[int, torch.Generator | None], Tensor]
+"""Draws S samples of the weights, `[S, P]`."""
 
 Given = float | Tensor
 """A hyper-parameter as users give it."""
@@ -486,8 +487,7 @@ class Posterior:
     """θ ~ N(θ̂, P⁻¹) with P = s·H + diag(δ), at one setting of the hyper-parameters; without data it is the prior.
 
     Nothing of it changes: `at` gives the posterior at other hyper-parameters, which shares the curvature with its
-    factorisations, and the engine. What follows from methods that users override is asked of the object that they
-    belong to, while that has this posterior for its own.
+    factorisations, and the engine. That of an object with members of its user is a `UsersPosterior`.
 
     Attributes:
         choices: Likelihood, structure, backend and keys.
@@ -497,7 +497,6 @@ class Posterior:
         root: L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None.
         calibration: What chose the hyper-parameters on held-out data, where that scaled the covariance; else None.
         cache: The engine and the last precision, made on first use.
-        owner: The object whose class, or which itself, may have methods of users; None for the library's alone.
     """
 
     choices: Choices
@@ -507,7 +506,6 @@ class Posterior:
     root: Tensor | None = None
     calibration: Calibration | None = None
     cache: Cache = field(default_factory=Cache, repr=False)
-    owner: BaseLaplace | None = field(default=None, repr=False)
 
     # Other posteriors.
 
@@ -707,17 +705,11 @@ class Posterior:
     @property
     def mean(self) -> Tensor:
         """θ̂, `[P]`; the prior's mean before a fit."""
-        if self.overrides("mean"):
-            with self.owned() as la:
-                return la.mean
         return self.hypers.prior_mean if self.data is None else self.data.mean
 
     @property
     def sigma_noise(self) -> Tensor:
-        """σ, 0-dim or `[C]`, as users' classes have it."""
-        if self.overrides("sigma_noise"):
-            with self.owned() as la:
-                return la.sigma_noise
+        """σ, 0-dim or `[C]`."""
         return self.hypers.sigma_noise
 
     def check_unchanged(self) -> None:
@@ -735,9 +727,6 @@ class Posterior:
     @property
     def evidence(self) -> Evidence:
         """The terms of the log evidence, differentiable in the hyper-parameters."""
-        if self.overrides(*HYPERPARAMETERS):
-            with self.owned() as la:
-                return la.evidence()
         return Evidence(
             fit=self.fit,
             mean=self.mean,
@@ -766,11 +755,8 @@ class Posterior:
         return options | {"engine": self.engine}
 
     def log_evidence(self) -> Tensor:
-        """Log p(D), 0-dim, with its graph, by a user's own terms where there are any."""
+        """Log p(D), 0-dim, with its graph."""
         self.refuse_calibrated("the log evidence")
-        if self.overrides("log_marginal_likelihood", *EVIDENCE):
-            with self.owned() as la:
-                return la.log_marginal_likelihood()
         return self.evidence.log_marginal_likelihood
 
     def precision(self) -> Precision:
@@ -778,9 +764,6 @@ class Posterior:
 
         Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept.
         """
-        if self.overrides("posterior", "posterior_precision", *HYPERPARAMETERS):
-            with self.owned() as la:
-                return la.posterior()
         if self.root is not None:
             return GivenPrecision(self.root)
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
@@ -795,39 +778,43 @@ class Posterior:
         with torch.no_grad(), own_precision():
             return self.evidence.constant().precision
 
-    def predictive_precision(self) -> Precision:
-        """P as predictions see it: with the covariances of outputs that users' classes override."""
-        if self.overrides(*POSTERIOR):
-            with self.owned() as la:
-                return la.predictive_posterior()
+    def precision_before(self, name: str) -> Precision:
+        """P with what users override of the moments that come before a name in `MOMENTS`, or of all of them."""
         return self.precision()
 
-    # What users override.
+    def predictive_precision(self) -> Precision:
+        """P as predictions see it: with the covariances of outputs that users' classes override."""
+        return self.precision()
 
-    def overrides(self, *names: str) -> bool:
-        """True if a user's class, or the object itself, defines one of these methods."""
-        return self.owner is not None and is_overridden(self.owner, *names)
-
-    def owned(self) -> AbstractContextManager[Any]:
-        """A block in which the object has this posterior for its own; it is what the block is entered as.
-
-        Raises:
-            UnsupportedError: The posterior belongs to no object.
-        """
-        if self.owner is None:
-            raise UnsupportedError("this posterior belongs to no object whose methods could be called.")
-        return self.owner.holding(self)
+    def sampler(self) -> Sampler:
+        """Draws samples of the weights, `[S, P]`; of a subnetwork of its entries alone."""
+        precision, mean = self.precision_before("sample"), self.mean
+        return lambda n, generator: drawn(mean, precision, n, generator)
 
     @property
     def follows_hyperparameters(self) -> bool:
         """True if a hyper-parameter requires a gradient: predictions are then differentiable in it."""
-        if self.overrides(*HYPERPARAMETERS):
-            with self.owned() as la:
-                return any(value.requires_grad for value in (la.prior.precision, la.sigma_noise, la.temperature))
         return self.hypers.requires_grad
 
     @property
     def keeps_graph(self) -> bool:
         """True if predictions keep a graph that leads to hyper-parameters, or into users' own methods."""
-        own = self.overrides(*MOMENTS, *COVARIANCES)
-        return torch.is_grad_enabled() and (own or self.follows_hyperparameters)
+        return torch.is_grad_enabled() and self.follows_hyperparameters
+
+    # Users' members.
+
+    def without_object(self) -> Posterior:
+        """The posterior by the library alone."""
+        return self
+
+    def overrides(self, *names: str) -> bool:
+        """True if the class of a user's object defines one of these members."""
+        return False
+
+    def as_user_object(self) -> AbstractContextManager[Any]:
+        """A block in which the user's object has this posterior for its own; it is what the block is entered as.
+
+        Raises:
+            UnsupportedError: The posterior belongs to no object with members of its user.
+        """
+        raise UnsupportedError("this posterior belongs to no object whose methods could be called.")

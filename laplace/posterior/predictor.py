@@ -18,11 +18,10 @@ from laplace.core.positions import in_users_layout, unrolled
 from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import GradientWarning, InvalidArgument, UnsupportedError, warn
-from laplace.posterior import own_outputs
 from laplace.posterior.default_noise import warn_of_default_noise
-from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
+from laplace.posterior.user_hooks import users_outputs, users_samples
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
@@ -145,7 +144,7 @@ class PosteriorPredictor(Predictor):
         rows = self._outputs(x, kind, options, draws, model_kwargs)
         if not self.posterior.overrides(*PREDICTIONS):
             return rows
-        return own_outputs.own_quantities(self.posterior, rows, x, kind, model_kwargs)
+        return users_outputs(self.posterior, rows, x, kind, model_kwargs)
 
     def _outputs(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
@@ -192,7 +191,7 @@ class PosteriorPredictor(Predictor):
         self._look_at(x)
         refuse_refined(posterior.refined_step, posterior.engine.problem)
         with torch.set_grad_enabled(graph):
-            thetas = sampler(posterior)
+            thetas = posterior.sampler()
         return SampledOutputs(
             posterior.engine, thetas, posterior.expansion_point, x, model_kwargs, graph, posterior.check_unchanged,
             self.through_x, options.choice,
@@ -242,27 +241,11 @@ class PosteriorPredictor(Predictor):
         """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
         name, kind, options = "functional_samples", self._kind(request), self._options(request)
         if own and self.posterior.overrides(name):
-            draw = own_outputs.own_samples(self.posterior, name, x, kind, options, model_kwargs)
+            draw = users_samples(self.posterior, name, x, kind, options, model_kwargs)
             rows = draw(options.n_samples, request.generator)
             return unrolled(rows.values, rows.positions, 1)
         drawn = self._outputs(x, kind, options, lambda: request.generator, model_kwargs)
         return unrolled(drawn.latent_samples, drawn.positions, 1)
-
-
-def sampler(posterior: Posterior) -> Callable[[int, torch.Generator | None], Tensor]:
-    """Draws samples of the random weights, `[S, P]`; of a subnetwork of its entries alone."""
-    if posterior.overrides("sample"):
-        return partial(own_outputs.users_samples, posterior)
-    precision, mean = precision_before(posterior, "sample"), posterior.mean
-    return lambda n, generator: drawn(mean, precision, n, generator)
-
-
-def precision_before(posterior: Posterior, name: str) -> Precision:
-    """P with what users override of the moments that come before a name, as of `overridden.posterior_before`."""
-    if not posterior.overrides(*POSTERIOR):
-        return posterior.precision()
-    with posterior.owned() as la:
-        return posterior_before(la, name)
 
 
 def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:

@@ -20,7 +20,6 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.predictor import sampler
 from laplace.predictive import latent, sampled
 from laplace.predictive.mixing import mixed
 from laplace.structures.draws import drawn
@@ -155,7 +154,7 @@ class Candidates:
         pred_type = posterior.choices.pred_types.name(self.kind)
 
         def predict(group: slice) -> Prediction:
-            with posterior.at(self.settings[group.start]).owned() as la:
+            with posterior.at(self.settings[group.start]).as_user_object() as la:
                 prediction = la(
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
                     diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(self.priors.device),
@@ -210,7 +209,7 @@ class Candidates:
         mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
         draws = self.summaries.draws(self.priors.device)
         if posterior.overrides("sample", *POSTERIOR):
-            weights = sampler(posterior)(n_samples, draws)
+            weights = posterior.sampler()(n_samples, draws)
         else:
             weights = drawn(mean, posterior.evidence.precision, n_samples, draws)
         if len(self.settings) * weights.numel() * weights.element_size() <= 8 * CHUNK_BYTES:

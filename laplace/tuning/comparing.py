@@ -86,7 +86,7 @@ def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, request: R
     if not posterior.overrides("__call__"):
         return posterior.likelihood.target.read_by_scores(rows)
     pred_types, channel_dim = posterior.choices.pred_types, posterior.channel_dim
-    with posterior.owned() as la:
+    with posterior.as_user_object() as la:
         prediction = la(
             x, pred_type=pred_types.name(request.kind(pred_types)), link_approx=request.link_approx,
             n_samples=request.n_samples, generator=rows.draws(),

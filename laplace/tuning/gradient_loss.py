@@ -73,7 +73,7 @@ class SmoothLoss:
             posterior.check_unchanged()
             if posterior.overrides(*PREDICTIONS):
                 raise InvalidArgument(
-                    f"class {type(posterior.owner).__name__} predicts by a method of its own (one of "
+                    "this class predicts by a method of its own (one of "
                     f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
                     "method='grid'."
                 )

@@ -124,6 +124,7 @@ DEFAULTS = {
     "likelihoods/sampled_target.py:SampledTarget": Defaults("some moments and intervals have closed forms"),
     "likelihoods/target.py:Target": Defaults("what a target does not say is refused, or follows from its samples"),
     "parametric.py:ParametricLaplace": Defaults("one that is trained takes the options of its training", {"fit"}),
+    "posterior/posterior.py:Posterior": Defaults("members of a user's class take effect in place of the library's"),
     "structures/additive.py:AdditiveCurvature": Defaults(
         "batches are summed apart and then added, unless an engine adds to a running sum", {"is_finite", "with_batch"}
     ),

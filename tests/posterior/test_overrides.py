@@ -109,13 +109,10 @@ def test_functional_variance_fast() -> None:
 
 
 def test_what_a_method_gives_is_checked() -> None:
-    la = fitted(FullLaplace)
-    la.functional_variance = lambda Js: Js
-    with pytest.raises(InvalidArgument, match=r"functional_variance of class FullLaplace gave a tensor of shape .* \["):
-        la(X)
-    la.functional_variance = lambda Js: None
-    with pytest.raises(InvalidArgument, match="gave a NoneType"):
-        la(X)
+    for method, error in ((lambda la, Js: Js, r"a tensor of shape .* \["), (lambda la, Js: None, "a NoneType")):
+        la = fitted(type("Own", (FullLaplace,), {"functional_variance": method}))
+        with pytest.raises(InvalidArgument, match=f"functional_variance of class Own gave {error}"):
+            la(X)
 
 
 def test_a_prediction_is_that_of_its_call() -> None:
@@ -471,11 +468,17 @@ def test_a_grid_of_sampled_weights() -> None:
 # Objects and classes of the library that are changed.
 
 
-def test_functions_in_place_of_methods() -> None:
+@pytest.mark.parametrize("name", ["functional_variance", "sample", "_curv_closure", "log_marginal_likelihood"])
+def test_functions_in_place_of_methods_that_the_library_calls_are_refused(name: str) -> None:
     la = fitted(FullLaplace)
-    original = la.functional_variance
-    la.functional_variance = lambda Js: 2 * original(Js)
-    assert_close(la(X)[1], 2 * fitted(FullLaplace)(X)[1], "algebra")
+    with pytest.raises(ReadOnlyError, match=rf"{name} is assigned.*class Mine\(FullLaplace\)"):
+        setattr(la, name, lambda *args: None)
+    assert name not in vars(la)
+
+
+def test_a_fit_in_place_of_that_of_an_object() -> None:
+    """What users call by themselves, and mixtures call of their components."""
+    la = fitted(FullLaplace)
     calls: list[int] = []
 
     def fit(self: Any, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:

@@ -1,0 +1,644 @@
+"""Members of users' classes that take effect in place of the library's.
+
+What a user overrides changes all that follows from it, as in the chain
+
+    prior_precision_diag → posterior_precision → posterior_scale → posterior_covariance → functional_variance, sample, …
+
+A method of the library reads the chain up to its own link, so that `super().functional_variance(Js)` is what would
+be computed without the override. `with_users_members` finds the members once per snapshot; from then on a
+`UsersPosterior` asks the user's object for them, while that has the posterior at hand for its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian, covariance_root
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
+from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR
+from laplace.core.overrides import is_overridden, overridden
+from laplace.core.positions import OutputRows, rows_of
+from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import drawn_seed
+from laplace.curvature.user_backend import summarised, users_call
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.enums import PredType
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.evidence import Evidence
+from laplace.fitting import Fit
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import own_precision as autocast_off
+from laplace.posterior.assembled import checked_H, with_parts, without_data
+from laplace.posterior.posterior import Posterior, Sampler
+from laplace.predictive.latent import GaussianSource
+from laplace.predictive.options import PredictionOptions
+from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
+from laplace.structures import algebra
+from laplace.structures.base import Curvature, DataPass, Precision
+from laplace.structures.by_hand import AnyByHand
+from laplace.structures.given import GivenPrecision
+
+if TYPE_CHECKING:
+    from laplace.base import BaseLaplace
+    from laplace.compat.kronecker import KronDecomposed
+
+
+# The posterior of an object with members of its user.
+
+
+@dataclass(frozen=True, eq=False)
+class UsersPosterior(Posterior):
+    """A posterior of an object whose class has members of a user's.
+
+    Attributes:
+        la: The object.
+        users: Names of these members.
+    """
+
+    la: BaseLaplace = field(kw_only=True, repr=False)
+    users: frozenset[str] = field(kw_only=True)
+
+    def without_object(self) -> Posterior:
+        return Posterior(**{each.name: getattr(self, each.name) for each in fields(Posterior)})
+
+    def overrides(self, *names: str) -> bool:
+        return not self.users.isdisjoint(names)
+
+    def as_user_object(self) -> AbstractContextManager[Any]:
+        return self.la.holding(self)
+
+    @property
+    def mean(self) -> Tensor:
+        if "mean" not in self.users:
+            return super().mean
+        with self.as_user_object() as la:
+            return la.mean
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        if "sigma_noise" not in self.users:
+            return super().sigma_noise
+        with self.as_user_object() as la:
+            return la.sigma_noise
+
+    @property
+    def evidence(self) -> Evidence:
+        if not self.overrides(*HYPERPARAMETERS):
+            return super().evidence
+        with self.as_user_object() as la:
+            return la.evidence()
+
+    def log_evidence(self) -> Tensor:
+        if not self.overrides("log_marginal_likelihood", *EVIDENCE):
+            return super().log_evidence()
+        self.refuse_calibrated("the log evidence")
+        with self.as_user_object() as la:
+            return la.log_marginal_likelihood()
+
+    def precision(self) -> Precision:
+        if not self.overrides("posterior", "posterior_precision", *HYPERPARAMETERS):
+            return super().precision()
+        with self.as_user_object() as la:
+            return la.posterior()
+
+    def precision_before(self, name: str) -> Precision:
+        if not self.overrides(*POSTERIOR):
+            return self.precision()
+        with self.as_user_object() as la:
+            return posterior_before(la, name)
+
+    def predictive_precision(self) -> Precision:
+        if not self.overrides(*POSTERIOR):
+            return self.precision()
+        with self.as_user_object() as la:
+            return la.predictive_posterior()
+
+    @property
+    def follows_hyperparameters(self) -> bool:
+        if not self.overrides(*HYPERPARAMETERS):
+            return super().follows_hyperparameters
+        with self.as_user_object() as la:
+            return any(value.requires_grad for value in (la.prior.precision, la.sigma_noise, la.temperature))
+
+    @property
+    def keeps_graph(self) -> bool:
+        return torch.is_grad_enabled() and (self.overrides(*MOMENTS, *COVARIANCES) or self.follows_hyperparameters)
+
+    def sampler(self) -> Sampler:
+        return self._users_samples if "sample" in self.users else super().sampler()
+
+    def _users_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        n_params, weights = self.problem.layout.n_params, self.weights
+        with self.as_user_object() as la:
+            samples = _seeded(la.sample, generator)(n_samples)
+            if not isinstance(samples, Tensor) or samples.ndim != 2 or len(samples) != n_samples:
+                raise _wrong_shape(la, "sample", samples, f"[{n_samples}, P]")
+            samples = samples.to(la.mean)
+            if samples.shape[1] != n_params:  # of a subnetwork: of all trainable parameters
+                samples = torch.stack([weights.restrict_prior(sample) for sample in samples])
+            if samples.shape[1] != n_params:
+                raise _wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {n_params}")
+        return samples
+
+
+def with_users_members(posterior: Posterior, la: BaseLaplace) -> Posterior:
+    """The posterior with the members that the class of a user's object defines; itself where there are none."""
+    users = overridden(type(la))
+    if not users:
+        return posterior
+    parts = {each.name: getattr(posterior, each.name) for each in fields(Posterior)}
+    return UsersPosterior(**parts, la=la, users=users)
+
+
+# Links of the chain, as an object has them.
+
+
+def posterior_before(la: Any, name: str) -> Precision:
+    """The posterior with what users override of the moments that come before `name`.
+
+    Args:
+        la: A fitted posterior.
+        name: One of `MOMENTS`, or what follows from all of them.
+    """
+    links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
+    for link in reversed(links[1:]):  # the first is that of `la.posterior()`
+        # Variances say everything of a diagonal posterior only.
+        if is_overridden(la, link) and (link != "posterior_variance" or la.structure.is_diagonal):
+            return _given(la, link, getattr(la, link))
+    return la.posterior()
+
+
+def users_prior_diagonal(la: Any, prior: GaussianPrior) -> Tensor:
+    """A user's `prior_precision_diag`, `[P]`.
+
+    Raises:
+        InvalidArgument: It has another shape, or is not positive.
+    """
+    values = _checked(la, "prior_precision_diag", la.prior_precision_diag, (prior.layout.n_params,))
+    return _positive(la, "prior_precision_diag", values.to(prior.precision))
+
+
+def users_posterior(la: Any, plain: Posterior) -> Precision:
+    """The posterior precision before any moment that users override but the first.
+
+    Args:
+        la: The object.
+        plain: Its posterior, by the library alone.
+    """
+    if is_overridden(la, "posterior_precision"):
+        return _given(la, "posterior_precision", la.posterior_precision)
+    if is_overridden(la, "evidence"):
+        with autocast_off():
+            return la.evidence().precision
+    return with_users_values(la, plain).precision()
+
+
+def with_users_values(la: Any, plain: Posterior) -> Posterior:
+    """A posterior with the data, the mean and the hyper-parameters that users' members give, by the library alone.
+
+    Args:
+        la: The object.
+        plain: Its posterior, by the library alone.
+    """
+    if not is_overridden(la, *HYPERPARAMETERS):
+        return plain
+    prior = la.prior
+    hypers = Hyperparameters(prior.precision, prior.mean, la.sigma_noise, la.temperature)
+    source = _users_fit(la, plain)
+    data = replace(plain.require_fitted(), source=source, assigned_mean=la.mean, refinement=None)
+    return replace(plain, hypers=hypers, data=data)
+
+
+def _users_fit(la: Any, plain: Posterior) -> Fit:
+    fit, structure = plain.fit, plain.choices.structure
+    if is_overridden(la, "loss"):
+        terms = fit.loss_terms
+        if la.sigma_noise.numel() > 1:
+            raise UnsupportedError(
+                f"class {type(la).__name__} overrides loss, of which one noise per output takes one per output; use "
+                "one noise, or override log_likelihood."
+            )
+        fit = replace(fit, loss_terms=(torch.as_tensor(la.loss).to(terms) / terms.numel()).expand(terms.shape))
+    fit = replace(fit, **{name: getattr(la, name) for name in ("n_data", "n_outputs") if is_overridden(la, name)})
+    if is_overridden(la, "H"):
+        if structure.name not in ("full", "diag"):
+            raise UnsupportedError(
+                f"class {type(la).__name__} overrides H, which is no tensor for hessian_structure="
+                f"{structure.name!r}; override posterior_precision, or write a structure."
+            )
+        n = plain.problem.layout.n_params
+        values = _checked(la, "H", la.H, (n, n) if structure.name == "full" else (n,))
+        values = values.to(plain.hypers.prior_mean.detach())
+        fit = replace(fit, curvature=structure.from_state({"values": values.unsqueeze(0)}))
+    return fit
+
+
+def predictive_posterior(la: Any) -> Precision:
+    """The posterior as predictions see it, with all that users override."""
+    precision, posterior = posterior_before(la, "functional_variance"), la.snapshot()
+    return UsersPrecision(posterior, precision) if posterior.overrides(*COVARIANCES) else precision
+
+
+@dataclass(frozen=True)
+class UsersPrecision(Precision):
+    """A precision whose covariances of outputs are users' own; they are given dense Jacobians, a few data at a time.
+
+    Attributes:
+        posterior: The posterior that their methods are called at, with the object that has them.
+        precision: The rest.
+    """
+
+    posterior: Posterior
+    precision: Precision
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        if jacobian.group_size > 1 and self.posterior.overrides("functional_covariance"):
+            groups = (group for piece in jacobian.pieces() for group in piece)
+            return torch.stack([self._users_covariance(g.unflatten(0, (jacobian.group_size, -1))) for g in groups])
+        if not self.posterior.overrides("functional_variance"):
+            return self.precision.functional_variance(jacobian)
+        shape = (jacobian.n_cotangents, jacobian.n_cotangents)
+        parts: list[Tensor] = []
+        with self.posterior.as_user_object() as la:
+            for piece in jacobian.pieces():
+                values = _checked(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
+                parts.append(values.to(piece.dtype))
+        return torch.cat(parts)
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        if not self.posterior.overrides("functional_variance"):
+            return self.precision.functional_diagonal(jacobian)
+        return self.functional_variance(jacobian).diagonal(dim1=1, dim2=2)
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        if not self.posterior.overrides("functional_covariance"):
+            return self.precision.functional_covariance(jacobian)
+        return self._users_covariance(jacobian.dense())
+
+    def _users_covariance(self, dense: Tensor) -> Tensor:
+        """A user's own covariance of rows `[B, C, P]`, `[B·C, B·C]`."""
+        n = dense.shape[:2].numel()
+        with self.posterior.as_user_object() as la:
+            return _checked(la, "functional_covariance", la.functional_covariance(dense), (n, n)).to(dense.dtype)
+
+    def logdet(self) -> Tensor:
+        return self.precision.logdet()
+
+    def logdet_ratio(self) -> Tensor:
+        return self.precision.logdet_ratio()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return self.precision.quad(vectors)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.precision.sample(noise)
+
+    def n_noise(self, n_params: int) -> int:
+        return self.precision.n_noise(n_params)
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.precision.diagonal_of_inverse()
+
+    def to_dense(self) -> Tensor:
+        return self.precision.to_dense()
+
+    @property
+    def public(self) -> Any:
+        return self.precision.public
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.precision.covariance
+
+    @property
+    def scale(self) -> Tensor:
+        return self.precision.scale
+
+
+def _given(la: Any, name: str, value: Any) -> Precision:
+    """The posterior with one of its moments as a user computes it.
+
+    Raises:
+        InvalidArgument: It is none, or has another shape than the weights ask for.
+    """
+    from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
+
+    if isinstance(value, Precision):
+        return value
+    posterior = la.snapshot()
+    if isinstance(value, KronDecomposed) and (factored := _by_factors(la, posterior, name, value)) is not None:
+        return factored
+    if isinstance(value, Kron | KronDecomposed):
+        value = value.to_matrix()
+    elif isinstance(value, tuple) and posterior.choices.structure.name == "lowrank":
+        (vectors, values), delta = value
+        value = (vectors * values) @ vectors.T + torch.diag(delta)
+    n = posterior.problem.layout.n_params
+    square = name == "posterior_covariance"
+    accepted = ((n, n),) if square else ((n,),) if name == "posterior_variance" else ((n, n), (n,))
+    if not isinstance(value, Tensor) or tuple(value.shape) not in accepted:
+        raise _wrong_shape(la, name, value, " or ".join(str(list(shape)) for shape in accepted))
+    value = value.to(posterior.hypers.dtype)
+    if name == "posterior_scale":
+        return GivenPrecision(value)
+    if name == "posterior_variance":
+        return GivenPrecision(_positive(la, name, value).sqrt())
+    if square:
+        return GivenPrecision(covariance_root(value.unsqueeze(0))[0])
+    if value.ndim == 1:
+        return GivenPrecision(_positive(la, name, value).rsqrt())
+    factor = algebra.cholesky(0.5 * widened(value + value.T).flip(0, 1))
+    if factor is None:
+        raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
+    return GivenPrecision(algebra.covariance_factor(factor).to(value.dtype))
+
+
+def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed) -> Precision | None:
+    """The posterior without a dense matrix, where the fit's curvature has a block for every tensor; else None.
+
+    Raises:
+        InvalidArgument: It is not positive definite.
+    """
+    from laplace.structures.kron import KronCurvature
+    from laplace.structures.kron_given import given_precision
+
+    curvature, layout = posterior.fit.curvature, posterior.problem.layout
+    if not isinstance(curvature, KronCurvature) or tuple(map(math.prod, value.shapes)) != layout.sizes:
+        return None
+    try:
+        return given_precision(value, curvature.parts.blocks, layout, posterior.hypers.dtype)
+    except CurvatureError as error:
+        raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.") from error
+
+
+def _positive(la: Any, name: str, value: Tensor) -> Tensor:
+    if not bool((value > 0).all()):
+        raise InvalidArgument(f"{name} of class {type(la).__name__} holds values that are not positive.")
+    return value
+
+
+def _checked(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        raise _wrong_shape(la, name, value, str(list(shape)))
+    return value
+
+
+def _wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")
+
+
+# Predictions at given inputs.
+
+
+def users_outputs(
+    posterior: Posterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+) -> PosteriorOutputs:
+    """A prediction with users' own samples, and their own variances of the linearised outputs.
+
+    Args:
+        posterior: A fitted posterior.
+        rows: The prediction as the library makes it.
+        x: Inputs.
+        kind: Linearised or sampled.
+        model_kwargs: Further arguments of the model.
+    """
+    source = rows.source
+    if isinstance(source, GaussianSource) and posterior.overrides("functional_variance_fast"):
+        source = _UsersVariances(posterior, source, x)
+    samples = {
+        name: users_samples(posterior, name, x, kind, rows.options, model_kwargs)
+        for name in ("functional_samples", "predictive_samples")
+        if posterior.overrides(name)
+    }
+    own = OwnSamples(samples.get("functional_samples"), samples.get("predictive_samples"))
+    return replace(rows, source=source, own=own)
+
+
+def users_samples(
+    posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictionOptions, model_kwargs: dict[str, Any]
+) -> Draw:
+    """A user's own `functional_samples` or `predictive_samples` at x.
+
+    Args:
+        posterior: A fitted posterior.
+        name: Which of them.
+        x: Inputs.
+        kind: Linearised or sampled.
+        asked: Form of the covariance of the latents, and its groups.
+        model_kwargs: Further arguments of the model.
+    """
+    options = dict(model_kwargs)
+    # What has its default value is not passed on: a user's method need not know it.
+    if kind != PredType.NN:
+        options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[asked.form]
+        options |= {} if asked.group_size is None else {"group_size": asked.group_size}
+    pred_type = posterior.choices.pred_types.name(kind)
+
+    def draw(n: int, generator: torch.Generator | None) -> OutputRows:
+        with posterior.as_user_object() as la:
+            samples = _seeded(getattr(la, name), generator)(x, pred_type=pred_type, n_samples=n, **options)
+            if not isinstance(samples, Tensor) or samples.ndim < 3 or len(samples) != n:
+                raise _wrong_shape(la, name, samples, f"[{n}, B, C]")
+        return rows_of(samples, posterior.channel_dim, 1)
+
+    return draw
+
+
+@dataclass(frozen=True, eq=False)
+class _UsersVariances(GaussianSource):
+    """Linearised outputs whose variances are those of a user's own `functional_variance_fast`."""
+
+    posterior: Posterior
+    source: GaussianSource
+    x: Inputs
+
+    @property
+    def create_graph(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.source.create_graph
+
+    def mean(self) -> OutputRows:
+        return self.source.mean()
+
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        if form != "diagonal":
+            return self.source.latent(form, wide=wide)
+        with self.posterior.as_user_object() as la:
+            moments = la.functional_variance_fast(self.x)
+            if not isinstance(moments, tuple) or len(moments) != 2 or moments[0].shape != moments[1].shape:
+                raise InvalidArgument(
+                    f"functional_variance_fast of class {type(la).__name__} must return mean and variances, [B, C] "
+                    "each."
+                )
+        mean, variance = (rows_of(part, self.posterior.channel_dim) for part in moments)
+        return Gaussian(mean.values, variance.values, mean.positions)
+
+
+def _seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:
+    """A user's method with a source of randomness: as an argument if it takes one, else as the global seed."""
+    if generator is None:
+        return method
+    known = inspect.signature(method).parameters.values()
+    if any(p.name == "generator" or p.kind is p.VAR_KEYWORD for p in known):
+        return partial(method, generator=generator)
+
+    def seeded(*args: Any, **options: Any) -> Any:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(drawn_seed(generator))
+            return method(*args, **options)
+
+    return seeded
+
+
+# Fits.
+
+
+class HookedPass(DataPass):
+    """A reading of the data as a loop by hand, in which a user's method computes loss and curvature of every batch.
+
+    Args:
+        posterior: Of an object whose class has the methods; it has the sums so far for its posterior.
+        engine: Counts data, and computes what the methods leave to the library.
+        n_data: N, as the methods are told it.
+
+    Raises:
+        UnsupportedError: One noise per output, for which such methods keep no terms.
+    """
+
+    def __init__(self, posterior: Posterior, engine: CurvatureEngine, n_data: int) -> None:
+        if engine.split_outputs:
+            raise UnsupportedError(
+                "sigma_noise holds one noise per output, for which the curvature of a user's _curv_closure has no "
+                "terms; give one noise."
+            )
+        self.engine, self.n_data = engine, n_data
+        with without_data(posterior).as_user_object() as la:
+            la._init_H()
+            self.la, self.summed = la, la._posterior
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        with self.la.holding(self.summed), users_call(self.engine.problem.module):
+            loss, H = self.la._curv_closure(x, y, self.n_data)
+            now: Posterior = self.la._posterior
+        summary = summarised(self.engine, x, y, torch.as_tensor(loss), "a _curv_closure")
+        total, n_data = now.H, now.require_fitted().source.n_data + summary.count
+        total += checked_H(now, H)
+        self.summed = with_parts(now, H=total, n_data=n_data)
+        return summary
+
+    def finish(self) -> Curvature:
+        return self.summed.fit.curvature
+
+
+def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
+    """N of a loader, by its data set, or by reading it once.
+
+    Raises:
+        InvalidArgument: It can be read only once.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    batches.require_rereadable(
+        loader, "a fit by _curv_closure, which is told the number of all data, counts them first"
+    )
+    return sum(len(batches.split(batch, dict_key_y)[1]) for batch in loader)
+
+
+# Classes that choose no structure.
+
+
+@dataclass(frozen=True, eq=False)
+class NoStructure(Curvature):
+    """The structure of users' classes that choose none: H is added up, and they say what follows from it.
+
+    Attributes:
+        values: H in whatever shape the class gives it.
+    """
+
+    values: Tensor
+
+    name = "own"
+    by_hand = AnyByHand()
+
+    @classmethod
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        raise UnsupportedError(
+            "a class without a structure has no curvature that fit could sum; define curvature_of(x, y, n_data), or "
+            "_curv_closure(X, y, N), or fit, or bind a structure: `structure = ...` (docs/add_a_structure.md)."
+        )
+
+    def __add__(self, other: Curvature) -> NoStructure:
+        if not isinstance(other, NoStructure):
+            return NotImplemented
+        return NoStructure(self.values + other.values)
+
+    def scaled(self, factor: float) -> NoStructure:
+        return NoStructure(factor * self.values)
+
+    def minus(self, removed: Curvature, *, signed: bool = False) -> NoStructure:
+        if not isinstance(removed, NoStructure):
+            raise algebra.other_structure(self.name, removed.name)
+        return NoStructure(self.values - removed.values)
+
+    @property
+    def n_terms(self) -> int:
+        return 1
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> UndefinedPrecision:
+        return UndefinedPrecision(prior)
+
+    def public(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True)
+class UndefinedPrecision(Precision):
+    """The precision of a class without a structure: what the class computes itself is never asked of this one.
+
+    Attributes:
+        prior: N(μ₀, diag(δ)⁻¹).
+    """
+
+    prior: GaussianPrior
+
+    def logdet_ratio(self) -> Tensor:
+        raise _undefined("log_det_posterior_precision")
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        raise _undefined("square_norm")
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        raise _undefined("functional_variance")
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        raise _undefined("functional_variance")
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        raise _undefined("functional_covariance")
+
+    def sample(self, noise: Tensor) -> Tensor:
+        raise _undefined("sample")
+
+    def diagonal_of_inverse(self) -> Tensor:
+        raise _undefined("posterior_variance")
+
+    def to_dense(self) -> Tensor:
+        raise _undefined("posterior_precision")
+
+
+def _undefined(name: str) -> UnsupportedError:
+    remedy = "define posterior_precision, [P, P] or [P], from which the rest follows, or bind a structure"
+    also = "" if name == "posterior_precision" else f"define {name}; or "
+    return UnsupportedError(f"{name} is not known of a class without a structure; {also}{remedy}.")
