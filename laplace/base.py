@@ -27,8 +27,8 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.posterior.attributes import Chosen
 from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
-from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.posterior.user_hooks import NoStructure, with_users_members
+from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.output_choice import OutputChoice
-from laplace.core.overrides import POSTERIOR, PREDICTIONS
+from laplace.core.overrides import PREDICTIONS
 from laplace.core.positions import in_users_layout, unrolled
 from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
@@ -27,8 +26,6 @@ from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request
-from laplace.structures.base import Precision
-from laplace.structures.draws import drawn
 
 if TYPE_CHECKING:
     from laplace.predictive.sampled import SampledOutputs

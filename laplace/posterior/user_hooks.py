@@ -26,8 +26,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian, covariance_root
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
-from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR
-from laplace.core.overrides import is_overridden, overridden
+from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden, overridden
 from laplace.core.positions import OutputRows, rows_of
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import drawn_seed
