@@ -38,7 +38,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrained lint format types unit test test-all test-random test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -64,6 +64,10 @@ format: $(READY)  ## Correct style and format
 
 types: $(READY)  ## Check types
 	$(PY) -m pyright --pythonpath $(PY)
+
+# REF: a commit to compare with; without it the last release, as `python -m tests.size --write` noted it.
+house:  ## Count lines of code and docstrings per package, beside the last release (or REF=)
+	$(if $(wildcard $(PY)),$(PY),$(BASE_PYTHON)) -m tests.size $(REF)
 
 unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)

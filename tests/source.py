@@ -80,7 +80,7 @@ def body_of(function: Function) -> list[ast.stmt]:
 
 
 def house() -> list[str]:
-    """Folders `name/` and single modules `name.py` of the package, from the bottom up, as docs/design.md lists them."""
+    """Folders `name/` of the package, and single modules `name.py`, as docs/design.md lists them."""
     page = (ROOT / "docs" / "design.md").read_text("utf-8")
     (listed,) = re.findall(r"^```\nlaplace/\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     entries = [re.match(r"(?: +\w+(?:\.py|/))+", line) for line in listed.splitlines()]
@@ -124,13 +124,32 @@ def file_of(dotted: str) -> Path | None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """The files that every file imports, anywhere in it: for type checkers and in functions as well."""
+    """The files that every file imports when it is imported itself."""
     graph: dict[str, set[str]] = {name_of(path): set() for path in FILES}
-    for path, _, dotted in imports():
-        imported = file_of(dotted) if dotted.split(".")[0] == "laplace" else None
-        if imported is not None and imported != path:
+    for path, node, dotted in imports():
+        if not for_type_checkers(node) and not in_function(node) and (imported := _own_file(path, dotted)):
             graph[name_of(path)].add(name_of(imported))
     return graph
+
+
+@cache
+def packages_graph() -> dict[str, set[str]]:
+    """The packages, and single modules of the root, that each of them imports, in functions as well."""
+    graph: dict[str, set[str]] = {room_of(path): set() for path in FILES}
+    for path, node, dotted in imports():
+        if not for_type_checkers(node) and (imported := _own_file(path, dotted)):
+            graph[room_of(path)].add(room_of(imported))
+    return {room: others - {room} for room, others in graph.items()}
+
+
+def room_of(path: Path) -> str:
+    """`weights/problem.py` → `weights`, `named.py` → `named`."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _own_file(path: Path, dotted: str) -> Path | None:
+    imported = file_of(dotted) if dotted.split(".", maxsplit=1)[0] == "laplace" else None
+    return imported if imported != path else None
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
@@ -195,3 +214,14 @@ def overridden(path: Path, node: ast.ClassDef, method: str) -> Iterator[tuple[Cl
             if isinstance(item, ast.FunctionDef) and item.name == method:
                 yield base, item
         yield from overridden(*base, method)
+
+
+def attribute_is_described(path: Path, node: ast.ClassDef, attribute: str) -> bool:
+    """True if a base class declares an attribute and describes it in its docstring."""
+    for base_path, base in bases(path, node):
+        declared = any(isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == attribute for item in base.body)
+        if declared and f"\n    {attribute}:" in (ast.get_docstring(base) or ""):
+            return True
+        if attribute_is_described(base_path, base, attribute):
+            return True
+    return False

@@ -114,9 +114,8 @@ def _resolves(dotted: str) -> bool:
 
 
 def test_the_house_is_the_one_that_stands() -> None:
-    package = ROOT / "laplace"
-    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert sorted(house()) == sorted(folders | {path.name for path in package.glob("*.py")} - {"__init__.py"})
+    folders = {f"{path.parent.name}/" for path in (ROOT / "laplace").glob("*/__init__.py")}
+    assert {name for name in house() if name.endswith("/")} == folders
 
 
 # Every formula of docs/mathematics.md has its place in the code.
