@@ -13,7 +13,7 @@ from torch import nn
 from laplace import ELLA, FunctionalLaplace, Laplace, VaLLA
 from laplace.errors import InvalidData, StateError, StateWarning
 from tests.downstream.problems import Truth, classes, loader, network, new_inputs
-from tests.downstream.test_causes_f11_and_s import NAMES, saved_there
+from tests.downstream.test_states_and_differences import NAMES, saved_there
 from tests.reference.compare import assert_close
 
 State = dict[str, Any]

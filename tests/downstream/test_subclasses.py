@@ -1,4 +1,4 @@
-"""Cause F4: classes of one's own, derived from the library's, whose methods mean what they say."""
+"""Classes of one's own, derived from the library's, whose methods mean what they say."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shifted() -> type:
     return Shifted
 
 
-def test_f4_public_methods_that_are_overridden_are_honoured() -> None:
+def test_public_methods_that_are_overridden_are_honoured() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     truth, data = Truth(model, x, y, "regression"), loader(x, y)
     one, two, three = (cls(model, "regression") for cls in (stable(), doubled(), shifted()))
@@ -53,7 +53,7 @@ def test_f4_public_methods_that_are_overridden_are_honoured() -> None:
     assert_close(variance, torch.zeros(6, 1), "exact")
 
 
-def test_f4_hooks_that_are_overridden_are_honoured_or_refused() -> None:
+def test_hooks_that_are_overridden_are_honoured_or_refused() -> None:
     model, (x, y) = network(), classes()
     try:
 
@@ -84,7 +84,7 @@ def own() -> type:
     return Own
 
 
-def test_f4_the_documented_base_of_all_classes() -> None:
+def test_the_documented_base_of_all_classes() -> None:
     model, (x, y), new = network(n_out=2), numbers(2), new_inputs()
     la = own()(model, "regression", prior_precision=4.0)
     la.fit(loader(x, y))
@@ -133,7 +133,7 @@ def isotropic() -> type:
     return Isotropic
 
 
-def test_f4_the_documented_base_of_weight_space() -> None:
+def test_the_documented_base_of_weight_space() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = isotropic()(model, "classification")
     la.fit(loader(x, y))

@@ -1,4 +1,4 @@
-"""Rows 20 to 28 of the projects that use laplace-torch: fits by hand, samples in the last layer, single files."""
+"""Projects that use laplace-torch: fits by hand, samples in the last layer, single files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.reference import predictive
 from tests.reference.compare import assert_close
 
 
-def test_row_20_bayesdiff_fits_a_convolution_by_hand() -> None:
+def test_bayesdiff_fits_a_convolution_by_hand() -> None:
     pytest.importorskip("backpack")
     torch.manual_seed(0)
     head = nn.Sequential(nn.Conv2d(2, 1, 2), nn.Flatten()).double().eval()
@@ -101,7 +101,7 @@ def fit_with_factors_apart(self, train_loader, override=True) -> None:
     self.H = self.H_facs.decompose(damping=self.damping)
 
 
-def test_row_21_factors_are_summed_apart_from_h() -> None:
+def test_factors_are_summed_apart_from_h() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     parts = [[{"data": x[at], "label": y[at]}] for at in (slice(0, 5), slice(5, 7), slice(7, None))]
     la, plain = (Laplace(model, "classification", "all", "kron", prior_precision=1.5) for _ in range(2))
@@ -117,7 +117,7 @@ def test_row_21_factors_are_summed_apart_from_h() -> None:
     assert_close(la(new), plain(new), "backend")
 
 
-def test_row_21_openood_replaces_the_fit_of_one_object() -> None:
+def test_openood_replaces_the_fit_of_one_object() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     batches = [{"data": x[:5], "label": y[:5]}, {"data": x[5:], "label": y[5:]}]
     for weights, names in (("all", None), ("last_layer", HEAD)):
@@ -142,7 +142,7 @@ def test_row_21_openood_replaces_the_fit_of_one_object() -> None:
     assert_close(diag.posterior_variance, torch.full((diag.n_params,), 0.25, dtype=x.dtype), "algebra")
 
 
-def test_row_22_samples_are_loaded_into_the_last_layer() -> None:
+def test_samples_are_loaded_into_the_last_layer() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     before = copied(model)
     la = Laplace(model, "classification")
@@ -161,7 +161,7 @@ def test_row_22_samples_are_loaded_into_the_last_layer() -> None:
     assert_close(la(new), p_before, "exact")
 
 
-def test_row_23_unlearning_rewrites_an_eigendecomposition() -> None:
+def test_unlearning_rewrites_an_eigendecomposition() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "last_layer", "kron", prior_precision=3.0)
     la.fit(loader(x, y))
@@ -195,7 +195,7 @@ class Flow(nn.Module):
         return self.net(x)
 
 
-def test_row_24_lerobot_copies_the_policy_for_every_sample(tmp_path) -> None:
+def test_lerobot_copies_the_policy_for_every_sample(tmp_path) -> None:
     torch.manual_seed(3)
     policy = Flow().double().eval()
     x = torch.randn(10, 3, dtype=torch.float64)
@@ -229,7 +229,7 @@ class Tokens(nn.Module):
         return self.score(torch.tanh(self.lora(torch.tanh(self.lora(h)))).mean(1))
 
 
-def test_row_25_chemberta_reads_variances_of_a_batch_encoding() -> None:
+def test_chemberta_reads_variances_of_a_batch_encoding() -> None:
     torch.manual_seed(4)
     model = Tokens().double().eval()
     ids = torch.randint(7, (8, 5))
@@ -270,7 +270,7 @@ class OneColumn:
         return self.loss(outputs, targets.view(-1, 1))
 
 
-def test_row_26_bone_age_wraps_the_loss_of_the_backend() -> None:
+def test_bone_age_wraps_the_loss_of_the_backend() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = Laplace(model, "regression", subset_of_weights="last_layer", hessian_structure="full", sigma_noise=0.5)
     la.model.find_last_layer(x)
@@ -286,7 +286,7 @@ def test_row_26_bone_age_wraps_the_loss_of_the_backend() -> None:
         assert_close(fitted.log_marginal_likelihood(), truth.log_evidence, "backend")
 
 
-def test_row_27_loading_is_patched_to_drop_the_stored_batch(monkeypatch) -> None:
+def test_loading_is_patched_to_drop_the_stored_batch(monkeypatch) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     original, seen = LLLaplace.load_state_dict, []
 
@@ -303,7 +303,7 @@ def test_row_27_loading_is_patched_to_drop_the_stored_batch(monkeypatch) -> None
     assert_close(again(new), Truth(model, x, y, "classification", "kron", HEAD).probit(new), "backend")
 
 
-def test_row_28_active_learning_and_bounds_write_their_own_scores() -> None:
+def test_active_learning_and_bounds_write_their_own_scores() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "all", "full", prior_precision=0.7)
     la.fit(loader(x, y))

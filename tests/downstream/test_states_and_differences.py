@@ -1,4 +1,4 @@
-"""Cause F11, states that laplace-torch saved, and the smaller differences S1 to S7."""
+"""States that laplace-torch saved, and the smaller differences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = {
 }
 
 
-# F11: states of the other package.
+# States of the other package.
 
 
 def saved_there(truth: Truth, cls_name: str, structure: str, **others) -> dict:
@@ -68,7 +68,7 @@ def saved_there(truth: Truth, cls_name: str, structure: str, **others) -> dict:
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize(("weights", "structure"), NAMES)
-def test_f11_states_of_laplace_torch_load(weights: str, structure: str, likelihood: str) -> None:
+def test_states_of_laplace_torch_load(weights: str, structure: str, likelihood: str) -> None:
     model, new = network(), new_inputs()
     x, y = classes() if likelihood == "classification" else numbers(3)
     names = HEAD if weights == "last_layer" else None
@@ -87,7 +87,7 @@ def test_f11_states_of_laplace_torch_load(weights: str, structure: str, likeliho
     assert_close(again.posterior_variance, la.posterior_variance, "algebra")
 
 
-def test_f11_what_cannot_be_loaded_is_refused_by_its_right_name() -> None:
+def test_what_cannot_be_loaded_is_refused_by_its_right_name() -> None:
     model, (x, y) = network(), classes()
     truth = Truth(model, x, y, "classification", "kron")
     fitting = saved_there(truth, "KronLaplace", "kron")
@@ -118,15 +118,15 @@ def test_f11_what_cannot_be_loaded_is_refused_by_its_right_name() -> None:
         )
 
 
-# S: smaller differences. What does not become the same is a row of docs/differences.md.
+# Smaller differences. What does not become the same is a row of docs/differences.md.
 
 
-def test_s1_names_print_as_there_or_the_difference_is_documented() -> None:
+def test_names_print_as_there_or_the_difference_is_documented() -> None:
     assert str(PredType.GLM) == "PredType.GLM" or documented("PredType.GLM")
     assert PredType.GLM == "glm"
 
 
-def test_s2_the_temperature_is_a_number_or_the_difference_is_documented() -> None:
+def test_the_temperature_is_a_number_or_the_difference_is_documented() -> None:
     la = Laplace(network(), "classification", temperature=2.0)
     assert isinstance(la.temperature, float) or documented("`la.temperature`")
     assert json.dumps({"T": float(la.temperature)}) == '{"T": 2.0}'
@@ -140,7 +140,7 @@ def soft_labels() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_s3_one_hot_labels_are_labels(structure: str) -> None:
+def test_one_hot_labels_are_labels(structure: str) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     hot = nn.functional.one_hot(y, 3)
     truth = Truth(model, x, y, "classification", structure)
@@ -151,7 +151,7 @@ def test_s3_one_hot_labels_are_labels(structure: str) -> None:
         assert_close(la.log_marginal_likelihood(), truth.log_evidence, "backend")
 
 
-def test_s3_soft_labels_in_loss_curvature_evidence_and_tuning() -> None:
+def test_soft_labels_in_loss_curvature_evidence_and_tuning() -> None:
     model, (x, y), q = network(), classes(), soft_labels()
     log_p = model(x).log_softmax(-1).detach()
     la = Laplace(model, "classification", "all", "full")
@@ -201,7 +201,7 @@ class OneNumber(nn.Module):
         return SimpleNamespace(loss=loss, logits=logits)
 
 
-def test_s3_regression_of_one_number_with_labels_of_one_dimension() -> None:
+def test_regression_of_one_number_with_labels_of_one_dimension() -> None:
     net, (x, y), new = network(n_out=1), numbers(), new_inputs()
     batches = [{"inputs_embeds": x[i : i + 6], "labels": y[i : i + 6, 0]} for i in (0, 6)]
     la = Laplace(OneNumber(net), "regression", "all", "kron", dict_key_x="inputs_embeds", sigma_noise=0.5)
@@ -214,7 +214,7 @@ def test_s3_regression_of_one_number_with_labels_of_one_dimension() -> None:
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
-def test_s4_an_assigned_root_is_the_posterior_s(structure: str) -> None:
+def test_an_assigned_root_is_the_posterior_s(structure: str) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "all", structure)
     la.fit(loader(x, y))
@@ -248,7 +248,7 @@ class Halved:
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_s4_an_assigned_loss_transforms_targets(structure: str) -> None:
+def test_an_assigned_loss_transforms_targets(structure: str) -> None:
     model, (x, y) = network(n_out=2), numbers(2)
     la = Laplace(model, "regression", "all", structure, sigma_noise=0.5)
     la.backend.lossfunc = Halved(la.backend.lossfunc)
@@ -260,7 +260,7 @@ def test_s4_an_assigned_loss_transforms_targets(structure: str) -> None:
     assert_close(la.log_marginal_likelihood(), truth.log_evidence, "backend")
 
 
-def test_s5_arguments_are_named_as_there_or_the_difference_is_documented() -> None:
+def test_arguments_are_named_as_there_or_the_difference_is_documented() -> None:
     second = list(inspect.signature(FunctionalLaplace.fit).parameters)[2]
     assert second == "progress_bar" or documented("`fit(loader, progress_bar)`")
     grid = list(inspect.signature(ELLA.optimize_hyperparameters).parameters)[1:3]
@@ -270,12 +270,12 @@ def test_s5_arguments_are_named_as_there_or_the_difference_is_documented() -> No
     assert fourth == "dict_key_x" or documented("`AsdlEF`")
 
 
-def test_s6_private_names_exist_or_the_difference_is_documented() -> None:
+def test_private_names_exist_or_the_difference_is_documented() -> None:
     assert "_features" in dir(FeatureExtractor) or documented("`_features`")
     assert "_get_functional_hessian" in dir(GGNInterface) or documented("`_get_functional_hessian`")
 
 
-def test_s6_factors_can_be_let_go() -> None:
+def test_factors_can_be_let_go() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "all", "kron")
     la.fit(loader(x, y))
@@ -284,7 +284,7 @@ def test_s6_factors_can_be_let_go() -> None:
     assert_close(la(x), p, "exact")
 
 
-def test_s7_a_network_that_is_written_to_is_noticed() -> None:
+def test_a_network_that_is_written_to_is_noticed() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "all", "diag")
     la.fit(loader(x, y))

@@ -1,10 +1,9 @@
-"""Rows 1 to 10 of the projects that use laplace-torch: tool boxes, Bayesian optimisation, comparisons of methods."""
+"""Projects that use laplace-torch: tool boxes, Bayesian optimisation, comparisons of methods."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import pickle
 
 import pytest
@@ -33,7 +32,7 @@ from tests.reference import predictive
 from tests.reference.compare import assert_close
 
 
-def test_row_01_probly_moves_a_fitted_posterior() -> None:
+def test_probly_moves_a_fitted_posterior() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification")
     assert isinstance(la, BaseLaplace)
@@ -80,7 +79,7 @@ class PostProcessing(nn.Module):
         return self.la(x, pred_type="glm", link_approx=link, n_samples=100)
 
 
-def test_row_02_torch_uncertainty_wraps_a_posterior_in_a_module() -> None:
+def test_torch_uncertainty_wraps_a_posterior_in_a_module() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     wrapped = PostProcessing(model)
     wrapped.fit(loader(x, y))
@@ -93,7 +92,7 @@ def test_row_02_torch_uncertainty_wraps_a_posterior_in_a_module() -> None:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
-def test_row_03_lightning_uq_box_rebuilds_a_posterior_from_its_arguments(weights: str, structure: str) -> None:
+def test_lightning_uq_box_rebuilds_a_posterior_from_its_arguments(weights: str, structure: str) -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     given = Laplace(model, "regression", weights, structure, sigma_noise=0.5, prior_precision=2.0)
     names = type(given).__init__.__code__.co_varnames
@@ -134,7 +133,7 @@ class Surrogate:
         return p.variance.sqrt() * (u * normal.cdf(u) + normal.log_prob(u).exp())
 
 
-def test_row_04_laplace_bayesopt_climbs_an_acquisition_function() -> None:
+def test_laplace_bayesopt_climbs_an_acquisition_function() -> None:
     pytest.importorskip("curvlinops")
     x, y = numbers()
     surrogate = Surrogate(x, y)
@@ -192,7 +191,7 @@ class Plain(nn.Module):
         return self.outer({"x": x})
 
 
-def test_row_05_lapeft_bayesopt_treats_adapters_of_mappings() -> None:
+def test_lapeft_bayesopt_treats_adapters_of_mappings() -> None:
     pytest.importorskip("asdl")
     torch.manual_seed(2)
     model, (x, y), new = Outer().double().eval(), numbers(), new_inputs()
@@ -217,7 +216,7 @@ def test_row_05_lapeft_bayesopt_treats_adapters_of_mappings() -> None:
     assert_close(last({"x": new})[1], truth.latent(new)[1], "backend")
 
 
-def test_row_06_untangle_writes_samples_into_its_own_head() -> None:
+def test_untangle_writes_samples_into_its_own_head() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "last_layer", "full")
     la.fit(loader(x, y))
@@ -236,7 +235,7 @@ def test_row_06_untangle_writes_samples_into_its_own_head() -> None:
         assert_close(la.functional_variance(Js), again.latent(new)[1], "backend")
 
 
-def test_row_07_epig_takes_a_diagonal_subnetwork_by_its_dotted_path() -> None:
+def test_epig_takes_a_diagonal_subnetwork_by_its_dotted_path() -> None:
     model, (x, y) = network(), classes()
     target = importlib.import_module("laplace").Laplace
     indices = LargestMagnitudeSubnetMask(model, n_params_subnet=6).select()
@@ -259,7 +258,7 @@ def test_row_07_epig_takes_a_diagonal_subnetwork_by_its_dotted_path() -> None:
     assert_close(whole[:, fixed], truth.mean[fixed].expand(3, -1), "exact")
 
 
-def test_row_08_suq_fits_one_hot_labels_and_saves_the_object(tmp_path) -> None:
+def test_suq_fits_one_hot_labels_and_saves_the_object(tmp_path) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "last_layer", "diag")
     la.fit(loader(x, nn.functional.one_hot(y, 3).double()))
@@ -277,7 +276,7 @@ def test_row_08_suq_fits_one_hot_labels_and_saves_the_object(tmp_path) -> None:
     assert_close(loaded(new), la(new), "exact")
 
 
-def test_row_09_scoring_rules_draw_predictions_of_sampled_weights() -> None:
+def test_scoring_rules_draw_predictions_of_sampled_weights() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = KronLLLaplace(model, "classification")
     la.fit(loader(x, y))
@@ -306,7 +305,7 @@ class Ensemble(nn.Module):
         self.la = state["la"]
 
 
-def test_row_10_beyond_deep_ensembles_pickles_a_posterior_within_a_state(tmp_path) -> None:
+def test_beyond_deep_ensembles_pickles_a_posterior_within_a_state(tmp_path) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     first = Ensemble(model)
     first.la = Laplace(model, "classification", "all", "diag", prior_precision=20.0)
@@ -327,12 +326,3 @@ def test_row_10_beyond_deep_ensembles_pickles_a_posterior_within_a_state(tmp_pat
     assert_close(draws, torch.stack(expected), "algebra")
     assert untouched(second.la.model, before)
     assert pickle.loads(pickle.dumps(second.la)).n_data == len(x)
-
-
-def test_the_scripts_are_one_per_row() -> None:
-    """Every project has a script of its own, in one of the three files."""
-    found = []
-    for part in ("01_to_10", "11_to_19", "20_to_28"):
-        module = importlib.import_module(f"tests.downstream.test_rows_{part}")
-        found += [name[9:11] for name, _ in inspect.getmembers(module, inspect.isfunction) if "test_row_" in name]
-    assert sorted(set(found)) == [f"{row:02d}" for row in range(1, 29)]

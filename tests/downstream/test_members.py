@@ -1,4 +1,4 @@
-"""Causes F1, F2, F3 and F5: the layer below the public names that other people's code reaches into."""
+"""Members below the public names that other people's code reaches into: models, moments, fits by hand, factors."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def fitted(weights: str, structure: str, likelihood: str = "classification", **o
     return la, Truth(model, x, y, likelihood, structure, names, prior=prior, sigma=sigma)
 
 
-# F1: the model of a last layer.
+# The model of a last layer.
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_f1_the_model_of_a_last_layer_has_features_and_a_head(structure: str) -> None:
+def test_the_model_of_a_last_layer_has_features_and_a_head(structure: str) -> None:
     la, truth = fitted("last_layer", structure)
     new = new_inputs()
     assert isinstance(la.model, FeatureExtractor)
@@ -58,7 +58,7 @@ def test_f1_the_model_of_a_last_layer_has_features_and_a_head(structure: str) ->
         la.model.find_last_layer(new)
 
 
-def test_f1_what_is_written_into_the_head_reaches_a_copy() -> None:
+def test_what_is_written_into_the_head_reaches_a_copy() -> None:
     la, truth = fitted("last_layer", "full")
     new, before = new_inputs(), copied(truth.model)
     p = la(new)
@@ -78,7 +78,7 @@ def test_f1_what_is_written_into_the_head_reaches_a_copy() -> None:
     assert_close(again.model.forward_with_features(new)[0], expected, "algebra")
 
 
-def test_f1_a_network_that_was_trained_further_is_still_noticed() -> None:
+def test_a_network_that_was_trained_further_is_still_noticed() -> None:
     la, _ = fitted("last_layer", "full")
     vector_to_parameters(la.sample(1)[0], la.model.last_layer.parameters())
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_f1_a_network_that_was_trained_further_is_still_noticed() -> None:
         la(new_inputs())
 
 
-def test_f1_the_last_layer_is_found_by_a_batch() -> None:
+def test_the_last_layer_is_found_by_a_batch() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "last_layer", "full")
     assert la.model.last_layer is None
@@ -98,7 +98,7 @@ def test_f1_the_last_layer_is_found_by_a_batch() -> None:
     assert_close(la.posterior_covariance, truth.covariance, "backend")
 
 
-def test_f1_a_copy_of_the_model_makes_another_posterior() -> None:
+def test_a_copy_of_the_model_makes_another_posterior() -> None:
     la, truth = fitted("last_layer", "full")
     given, new = copy.deepcopy(la.model), new_inputs()
     assert isinstance(given, FeatureExtractor)
@@ -108,17 +108,17 @@ def test_f1_a_copy_of_the_model_makes_another_posterior() -> None:
     assert again.model.model is given.model
 
 
-def test_f1_the_model_of_all_weights_is_the_user_s() -> None:
+def test_the_model_of_all_weights_is_the_user_s() -> None:
     la, truth = fitted("all", "full")
     assert la.model is truth.model
 
 
-# F2: readers.
+# Readers.
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
-def test_f2_the_latent_gaussian_in_three_forms(weights: str, structure: str, likelihood: str) -> None:
+def test_the_latent_gaussian_in_three_forms(weights: str, structure: str, likelihood: str) -> None:
     la, truth = fitted(weights, structure, likelihood, prior_precision=0.5)
     new = new_inputs()
     f, variance = truth.latent(new)
@@ -132,7 +132,7 @@ def test_f2_the_latent_gaussian_in_three_forms(weights: str, structure: str, lik
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
-def test_f2_a_public_call_gives_the_same(weights: str, structure: str) -> None:
+def test_a_public_call_gives_the_same(weights: str, structure: str) -> None:
     la, truth = fitted(weights, structure, prior_precision=0.5)
     new = new_inputs()
     mean, covariance = la.predictive_moments(new)
@@ -144,7 +144,7 @@ def test_f2_a_public_call_gives_the_same(weights: str, structure: str) -> None:
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
-def test_f2_samples_of_weights_through_the_network(weights: str, structure: str) -> None:
+def test_samples_of_weights_through_the_network(weights: str, structure: str) -> None:
     la, truth = fitted(weights, structure, prior_precision=5.0)
     new, before = new_inputs(), copied(truth.model)
     draws = []
@@ -162,7 +162,7 @@ def test_f2_samples_of_weights_through_the_network(weights: str, structure: str)
     assert untouched(truth.model, before)
 
 
-def test_f2_scale_device_and_dtype() -> None:
+def test_scale_device_and_dtype() -> None:
     la, truth = fitted("all", "full", "regression", sigma_noise=0.5)
     la.temperature = 2.0
     assert_close(la._H_factor, 1 / (0.25 * 2), "exact")
@@ -173,7 +173,7 @@ def test_f2_scale_device_and_dtype() -> None:
     assert Laplace(network(dtype=torch.float32), "classification")._dtype == torch.float32
 
 
-# F3: fits by hand.
+# Fits by hand.
 
 
 def fit_by_hand(la, x, y) -> None:
@@ -193,7 +193,7 @@ def fit_by_hand(la, x, y) -> None:
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
-def test_f3_a_fit_by_hand_is_a_fit(weights: str, structure: str) -> None:
+def test_a_fit_by_hand_is_a_fit(weights: str, structure: str) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     options = {"last_layer_name": "2"} if weights == "last_layer" else {}
     la = Laplace(model, "classification", weights, structure, prior_precision=0.5, **options)
@@ -213,7 +213,7 @@ def test_f3_a_fit_by_hand_is_a_fit(weights: str, structure: str) -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_f3_a_mean_and_a_curvature_of_one_s_own(structure: str) -> None:
+def test_a_mean_and_a_curvature_of_one_s_own(structure: str) -> None:
     la, truth = fitted("all", structure, prior_precision=2.0)
     factors = [[f.clone() for f in block] for block in la.H_facs.kfacs] if structure == "kron" else None
     if factors is None:
@@ -234,7 +234,7 @@ def test_f3_a_mean_and_a_curvature_of_one_s_own(structure: str) -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_f3_before_a_fit_and_with_values_that_do_not_fit(structure: str) -> None:
+def test_before_a_fit_and_with_values_that_do_not_fit(structure: str) -> None:
     model = network()
     la = Laplace(model, "classification", "all", structure)
     zero = la.H.to_matrix() if structure == "kron" else la.H
@@ -247,11 +247,11 @@ def test_f3_before_a_fit_and_with_values_that_do_not_fit(structure: str) -> None
             setattr(la, name, value)
 
 
-# F5: Kronecker factors and their eigendecomposition.
+# Kronecker factors and their eigendecomposition.
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
-def test_f5_curvature_and_precision_are_kronecker_matrices(weights: str) -> None:
+def test_curvature_and_precision_are_kronecker_matrices(weights: str) -> None:
     la, truth = fitted(weights, "kron", prior_precision=0.7)
     P, H, factors = la.posterior_precision, la.H, la.H_facs
     assert isinstance(P, KronDecomposed)
@@ -274,7 +274,7 @@ def test_f5_curvature_and_precision_are_kronecker_matrices(weights: str) -> None
         assert_close(torch.block_diag(*blocks), dense, "backend")
 
 
-def test_f5_arithmetic_copies_and_counts() -> None:
+def test_arithmetic_copies_and_counts() -> None:
     la, truth = fitted("all", "kron", prior_precision=0.7)
     P, H, factors = la.posterior_precision, la.H, la.H_facs
     eye = torch.eye(la.n_params, dtype=torch.float64)
@@ -296,7 +296,7 @@ def test_f5_arithmetic_copies_and_counts() -> None:
     assert isinstance(la, KronLaplace)
 
 
-def test_f5_damping_is_that_of_the_eigendecomposition() -> None:
+def test_damping_is_that_of_the_eigendecomposition() -> None:
     model, (x, y) = network(), classes()
     la = KronLaplace(model, "classification", damping=True, prior_precision=0.7)
     la.fit(loader(x, y))

@@ -1,4 +1,4 @@
-"""Causes F6 to F10: constructors that are read by tools, precision of numbers, frozen layers, gradients, mappings."""
+"""Constructors that are read by tools, precision of numbers, frozen layers, gradients, mappings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import grid
 from tests.downstream.problems import HEAD, Truth, classes, loader, network, new_inputs, numbers, sine
 from tests.reference.compare import assert_close
 
-# F6: constructors.
+# Constructors.
 
 
 def rebuilt(la, model: nn.Module):
@@ -26,7 +26,7 @@ def rebuilt(la, model: nn.Module):
 
 
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
-def test_f6_every_class_is_rebuilt_from_its_arguments(weights: str, structure: str) -> None:
+def test_every_class_is_rebuilt_from_its_arguments(weights: str, structure: str) -> None:
     given = {"backend": NativeGGN, "prior_precision": 3.0, "prior_mean": 0.1, "temperature": 2.0, "sigma_noise": 0.5}
     la = grid.fitted(weights, structure, "regression", **given)
     again = rebuilt(la, copy.deepcopy(la.model if weights != "last_layer" else grid.network("regression")))
@@ -45,7 +45,7 @@ def test_f6_every_class_is_rebuilt_from_its_arguments(weights: str, structure: s
         pytest.param(VaLLA, {"inducing_locations": grid.data("regression")[0][:4]}, id="valla"),
     ],
 )
-def test_f6_posteriors_over_functions_are_rebuilt_too(cls: type, own: dict) -> None:
+def test_posteriors_over_functions_are_rebuilt_too(cls: type, own: dict) -> None:
     model = grid.network("regression").eval()
     la = cls(model, "regression", prior_precision=3.0, sigma_noise=0.5, **own)
     again = rebuilt(la, copy.deepcopy(model))
@@ -57,7 +57,7 @@ def test_f6_posteriors_over_functions_are_rebuilt_too(cls: type, own: dict) -> N
         assert_close(ours, theirs, "float32_solve")
 
 
-def test_f6_a_backend_stands_for_its_class() -> None:
+def test_a_backend_stands_for_its_class() -> None:
     model, (x, y) = network(), classes()
     first = Laplace(model, "classification", "all", "diag", backend=NativeEF)
     second = Laplace(model, "classification", "all", "diag", backend=first.backend)
@@ -70,10 +70,10 @@ def test_f6_a_backend_stands_for_its_class() -> None:
     assert_close(last.H, truth.H.diagonal(), "backend")
 
 
-# F7: one covariance at one precision.
+# One covariance at one precision.
 
 
-def test_f7_variances_are_the_diagonal_of_the_joint_covariance() -> None:
+def test_variances_are_the_diagonal_of_the_joint_covariance() -> None:
     X = torch.linspace(-5, 13, 500).unsqueeze(-1)
     agree = []
     for seed in (711, 1):
@@ -89,7 +89,7 @@ def test_f7_variances_are_the_diagonal_of_the_joint_covariance() -> None:
     assert all(agree)
 
 
-# F8: frozen layers.
+# Frozen layers.
 
 
 class Mine(GGNInterface):
@@ -104,7 +104,7 @@ class Mine(GGNInterface):
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
-def test_f8_a_backend_lists_what_is_trained(structure: str) -> None:
+def test_a_backend_lists_what_is_trained(structure: str) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     model[0].requires_grad_(False)
     la = Laplace(model, "classification", "all", structure, backend=Mine)
@@ -115,11 +115,11 @@ def test_f8_a_backend_lists_what_is_trained(structure: str) -> None:
     assert_close(la(new), truth.probit(new), "backend")
 
 
-# F9: gradients of variances in the prior.
+# Gradients of variances in the prior.
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_f9_variances_have_gradients_in_the_prior(structure: str) -> None:
+def test_variances_have_gradients_in_the_prior(structure: str) -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = Laplace(model, "regression", "all", structure, enable_backprop=True)
     la.fit(loader(x, y))
@@ -136,7 +136,7 @@ def test_f9_variances_have_gradients_in_the_prior(structure: str) -> None:
         assert_close(log_prior.grad.sum(), slope, "finite_difference")
 
 
-# F10: mappings.
+# Mappings.
 
 
 class Named(nn.Module):
@@ -176,7 +176,7 @@ def check_mappings(model: nn.Module, batches: list, new) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [[], None], ids=["0-d", "1-d"])
-def test_f10_a_tensordict(batch_size) -> None:
+def test_a_tensordict(batch_size) -> None:
     tensordict = pytest.importorskip("tensordict")
     x, y = classes()
 
@@ -188,13 +188,13 @@ def test_f10_a_tensordict(batch_size) -> None:
     check_mappings(Named(network()), [made(slice(0, 5)), made(slice(5, None))], new)
 
 
-def test_f10_a_wrapper_with_labels_takes_the_mapping_whole() -> None:
+def test_a_wrapper_with_labels_takes_the_mapping_whole() -> None:
     x, y = classes()
     batches = [{"x": x[:5], "labels": y[:5]}, {"x": x[5:], "labels": y[5:]}]
     check_mappings(WithLabels(network()), batches, {"x": new_inputs()})
 
 
-def test_f10_an_argument_named_like_a_key() -> None:
+def test_an_argument_named_like_a_key() -> None:
     x, y = classes()
     batches = [{"x": x[:5], "labels": y[:5]}, {"x": x[5:], "labels": y[5:]}]
     try:

@@ -1,4 +1,4 @@
-"""Rows 11 to 19 of the projects that use laplace-torch: continual learning, geometry, conformal prediction, pruning."""
+"""Projects that use laplace-torch: continual learning, geometry, conformal prediction, pruning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.downstream.problems import (
 from tests.reference.compare import assert_close
 
 
-def test_row_11_laplace_redux_learns_one_task_after_another() -> None:
+def test_laplace_redux_learns_one_task_after_another() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "all", "kron", prior_precision=0.5)
     assert la.n_layers == 4
@@ -53,7 +53,7 @@ def test_row_11_laplace_redux_learns_one_task_after_another() -> None:
     assert_close(new.log_prob(theta + step), -0.25 * step.square().sum() + prior.log_prob(0 * theta).sum(), "algebra")
 
 
-def test_row_11_laplace_redux_finds_the_last_layer_before_the_fit() -> None:
+def test_laplace_redux_finds_the_last_layer_before_the_fit() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = FullLLLaplace(model, "classification")
     if la.model.last_layer is None:
@@ -68,7 +68,7 @@ def test_row_11_laplace_redux_finds_the_last_layer_before_the_fit() -> None:
     assert_close(la.log_marginal_likelihood(), truth.log_evidence, "backend")
 
 
-def test_row_12_laplace_refinement_starts_from_moments_and_a_grid() -> None:
+def test_laplace_refinement_starts_from_moments_and_a_grid() -> None:
     model, (x, y) = network(), classes()
     full, diag = Laplace(model, "classification", "all", "full"), Laplace(model, "classification", "all", "diag")
     for la in (full, diag):
@@ -84,7 +84,7 @@ def test_row_12_laplace_refinement_starts_from_moments_and_a_grid() -> None:
     assert float(full.prior_precision) == pytest.approx(best)
 
 
-def test_row_13_memory_perturbation_reads_variances_of_logits() -> None:
+def test_memory_perturbation_reads_variances_of_logits() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", prior_precision=3.0)
     la.fit(loader(x, y))
@@ -109,7 +109,7 @@ def classes_by_key(base: type = BaseLaplace) -> dict[tuple[str, str], type]:
     return found
 
 
-def test_row_14_variational_lla_hangs_its_own_attributes_on_a_posterior() -> None:
+def test_variational_lla_hangs_its_own_attributes_on_a_posterior() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     found = classes_by_key()
     assert issubclass(found[("last_layer", "full")], FullLLLaplace)
@@ -129,7 +129,7 @@ def test_row_14_variational_lla_hangs_its_own_attributes_on_a_posterior() -> Non
     assert_close(la(new)[1], truth.latent(new)[1], "backend")
 
 
-def test_row_15_riemannian_laplace_builds_distributions_from_the_scale() -> None:
+def test_riemannian_laplace_builds_distributions_from_the_scale() -> None:
     model, (x, y) = network(n_out=1), numbers()
     full = Laplace(model, "regression", "all", "full", sigma_noise=0.5, temperature=2.0)
     diag = Laplace(model, "regression", "all", "diag", sigma_noise=0.5, temperature=2.0)
@@ -146,7 +146,7 @@ def test_row_15_riemannian_laplace_builds_distributions_from_the_scale() -> None
     assert_close(rebuilt, truth.precision, "backend")
 
 
-def test_row_16_la_nam_masks_jacobians_of_asdl() -> None:
+def test_la_nam_masks_jacobians_of_asdl() -> None:
     pytest.importorskip("asdl")
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = KronLaplace(model, "regression", sigma_noise=0.5, backend=AsdlGGN)
@@ -171,7 +171,7 @@ def test_row_16_la_nam_masks_jacobians_of_asdl() -> None:
     assert_close(draws.var(0).flatten(), variance, "mc", standard_error=variance * (2 / 20_000) ** 0.5)
 
 
-def test_row_17_acp_gn_conformalises_by_jacobians() -> None:
+def test_acp_gn_conformalises_by_jacobians() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = Laplace(model, "regression", "all", "full", sigma_noise=0.5)
     la.fit(loader(x, y))
@@ -195,7 +195,7 @@ def test_row_17_acp_gn_conformalises_by_jacobians() -> None:
     assert_close(Js @ last.posterior_covariance @ Js.mT, head.latent(new)[1], "backend")
 
 
-def test_row_18_spam_pruning_scores_weights_by_the_precision() -> None:
+def test_spam_pruning_scores_weights_by_the_precision() -> None:
     model, (x, y) = network(), classes()
     before = copied(model)
     truth = {name: Truth(model, x, y, "classification", name) for name in ("kron", "diag", "full")}
@@ -212,8 +212,8 @@ def test_row_18_spam_pruning_scores_weights_by_the_precision() -> None:
     assert untouched(model, before)
 
 
-@fails("row 19", "names of forks that no release of laplace-torch has; the evidence is differentiable instead")
-def test_row_19_forks_differentiate_curvature_by_names_of_their_own() -> None:
+@fails("names of forks that no release of laplace-torch has; the evidence is differentiable instead")
+def test_forks_differentiate_curvature_by_names_of_their_own() -> None:
     pytest.importorskip("asdl")
     model, (x, y) = network(), classes()
     la = KronLaplace(model, "classification", backend=AsdlEF)
@@ -222,7 +222,7 @@ def test_row_19_forks_differentiate_curvature_by_names_of_their_own() -> None:
     assert_close(la.posterior_precision.jvp_logdet(), la.log_det_posterior_precision, "backend")
 
 
-def test_row_19_has_the_gradient_of_the_evidence_in_its_place() -> None:
+def test_has_the_gradient_of_the_evidence_in_its_place() -> None:
     model, (x, y) = network(), classes()
     la = KronLaplace(model, "classification")
     la.fit(loader(x, y))
