@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -20,12 +20,11 @@ from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkName, PredType, PredTypeName
-from laplace.errors import InvalidArgument, LaplaceError
+from laplace.errors import InvalidArgument, LaplaceError, ReadOnlyError
 from laplace.evidence import Evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
-from laplace.posterior.attributes import Chosen
 from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
 from laplace.posterior.user_hooks import NoStructure, with_users_members
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
@@ -38,6 +37,29 @@ from laplace.weights.problem import Problem
 Backend = type[CurvatureInterface] | None
 Options = dict[str, Any] | None
 Given = float | Tensor | None
+T = TypeVar("T")
+
+
+class ChoiceAttribute(Generic[T]):
+    """An attribute by the name of one of the posterior's `Choices`; assigning it makes another posterior."""
+
+    def __init__(self, doc: str, *, fixed: bool = False) -> None:
+        self.__doc__ = doc
+        self._fixed = fixed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, la: Any, owner: type) -> T:
+        return cast("T", self) if la is None else getattr(la._posterior.choices, self._name)
+
+    def __set__(self, la: Any, value: T) -> None:
+        if self._fixed:
+            argument = self._name.removesuffix("_object")
+            raise ReadOnlyError(
+                f"{self._name} of {type(la).__name__} cannot be assigned; pass {argument}= to the constructor."
+            )
+        la.set_posterior(la.snapshot().with_choices(**{self._name: value}))
 
 
 class BaseLaplace(CheckedConstructor, ABC):
@@ -179,15 +201,17 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     # What was chosen.
 
-    likelihood_object = Chosen[Likelihood]("The likelihood p(y | f), an object.", fixed=True)
-    backend_cls = Chosen[type[CurvatureInterface]]("Class that computes the curvature.")
-    backend_kwargs = Chosen[dict[str, Any]]("Keyword arguments of the backend's constructor.")
-    asdl_fisher_kwargs = Chosen[dict[str, Any]]("Keyword arguments that the ASDL backends pass on to ASDL.")
-    forward_fn = Chosen["ForwardFn | None"]("The `forward_fn` that was given; None for `model(x)`.", fixed=True)
-    structure_options = Chosen[Any]("Options of the structure, an object.")
-    precision_options = Chosen[dict[str, Any]]("Options of the structure's precision.")
-    dict_key_x = Chosen[str]("Key of the inputs, where batches are mappings.")
-    dict_key_y = Chosen[str]("Key of the targets, where batches are mappings.")
+    likelihood_object = ChoiceAttribute[Likelihood]("The likelihood p(y | f), an object.", fixed=True)
+    backend_cls = ChoiceAttribute[type[CurvatureInterface]]("Class that computes the curvature.")
+    backend_kwargs = ChoiceAttribute[dict[str, Any]]("Keyword arguments of the backend's constructor.")
+    asdl_fisher_kwargs = ChoiceAttribute[dict[str, Any]]("Keyword arguments that the ASDL backends pass on to ASDL.")
+    forward_fn = ChoiceAttribute["ForwardFn | None"](
+        "The `forward_fn` that was given; None for `model(x)`.", fixed=True
+    )
+    structure_options = ChoiceAttribute[Any]("Options of the structure, an object.")
+    precision_options = ChoiceAttribute[dict[str, Any]]("Options of the structure's precision.")
+    dict_key_x = ChoiceAttribute[str]("Key of the inputs, where batches are mappings.")
+    dict_key_y = ChoiceAttribute[str]("Key of the targets, where batches are mappings.")
 
     @property
     def weights(self) -> Weights:

@@ -16,7 +16,7 @@ from torch import Tensor
 from laplace.base import BaseLaplace
 from laplace.core.memory import ran_out
 from laplace.errors import LaplaceError, StateError, StateWarning, warn
-from laplace.posterior.assembled import with_parts, without_data
+from laplace.posterior.manual_fit import with_parts, without_data
 from laplace.posterior.posterior import Posterior
 from laplace.weights.problem import Problem
 

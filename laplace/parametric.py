@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from laplace.by_hand import FittedByHand
-from laplace.compat.members import LegacyMembers
 from laplace.core.arguments import checked
-from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.overrides import is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.errors import NotFittedError
@@ -22,8 +21,9 @@ from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, user_hooks
-from laplace.posterior.assembled import with_root
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.first_outputs import with_channels_of
+from laplace.posterior.manual_fit import batch_of, restarted, with_backend_loss, with_parts, with_root, without_data
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predicting import Predicting
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from laplace.compat.kronecker import Kron
     from laplace.core.data_weights import WeightFn
     from laplace.tuning.group import PosteriorGroup
 
@@ -44,7 +45,7 @@ CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
 
-class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
+class ParametricLaplace(Predicting, Kept, Tunable):
     """Base of all posteriors over weights; what `Laplace(...)` returns is of a class derived from it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -81,6 +82,61 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
     def _require_data(self) -> None:
         if not self.is_fitted:
             raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
+
+    @property
+    def n_data(self) -> float:
+        """Number of training data, without ignored labels; if they have weights, the sum of these. 0 before `fit`."""
+        return 0 if self._posterior.data is None else self._posterior.data.source.n_data
+
+    @n_data.setter
+    def n_data(self, value: float) -> None:
+        self._posterior = with_parts(self._posterior, n_data=value)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs, C; 0 before `fit`."""
+        return 0 if self._posterior.data is None else self._posterior.data.source.n_outputs
+
+    @n_outputs.setter
+    def n_outputs(self, value: int) -> None:
+        self._posterior = with_parts(self._posterior, n_outputs=value)
+
+    @property
+    def loss(self) -> float | Tensor:
+        """Summed loss of the training data, 0-dim: the negative log likelihood at σ = T = 1, without constants.
+
+        0 before `fit`.
+        """
+        return 0.0 if self._posterior.data is None else self._posterior.data.active_fit.loss_terms.sum()
+
+    @loss.setter
+    def loss(self, value: float | Tensor) -> None:
+        self._posterior = with_parts(self._posterior, loss=value)
+
+    @property
+    def H(self) -> Any:
+        """Curvature of the training data at σ = T = 1: `[P, P]`, `[P]` (diagonal), or a `KronDecomposed`.
+
+        It is zero before `fit`. It can be assigned, and summed in a loop by `la.H += …`, which makes no copies.
+        """
+        return self._posterior.H
+
+    @H.setter
+    def H(self, value: Any) -> None:
+        self._posterior = with_parts(self._posterior, H=value)
+
+    @property
+    def mean(self) -> Tensor | None:
+        """Mean of the posterior, `[P]`: the trained weights θ*, after `refine` θ̂.
+
+        Before `fit` it is the prior's mean, or None while the last layer is not known yet. An assigned mean is used by
+        samples, densities and the evidence, not by linearised predictions. Reading it gives a copy.
+        """
+        return None if self._posterior.weights.problem is None else self._posterior.mean.clone()
+
+    @mean.setter
+    def mean(self, value: Tensor) -> None:
+        self._posterior = with_parts(self._posterior, mean=value)
 
     @property
     def fingerprint(self) -> Fingerprint | None:
@@ -376,6 +432,63 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         self.set_posterior(posterior.with_refinement(refinement))
         return refinement
 
+    # Fits by hand: a loop of your own instead of `fit`.
+
+    @checked
+    def start_fit(self) -> None:
+        """Starts a fit in a loop of your own: sets H, loss, `n_data` and `n_outputs` to zero, at the present weights.
+
+        Example:
+            la.start_fit()
+            for x, y in loader:
+                loss, H = la.curvature_of(x, y, n_data)
+                la.loss += loss
+                la.H += H
+            la.n_data, la.n_outputs = n_data, n_outputs
+
+        Raises:
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
+            UnsupportedError: The structure has no curvature that could be summed by hand.
+        """
+        self._posterior = without_data(self._posterior.before_new_data("start_fit"))
+
+    @checked
+    def restart_H(self) -> None:
+        """Sets only H to zero, at the network's present weights; loss, `n_data` and `la.H_facs` keep their values.
+
+        From then on `la.H_facs` is stored apart from H, for loops that add new factors to those of former data.
+
+        Raises:
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
+            UnsupportedError: The structure has no curvature that could be summed by hand.
+        """
+        former = self._posterior.data
+        self.start_fit()
+        self._posterior = restarted(self._posterior, former)
+
+    @checked
+    def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
+        """Loss and curvature of one batch, as in `fit`; sum them over all batches.
+
+        Args:
+            x: Inputs of the batch.
+            y: Targets of the batch.
+            n_data: N, the number of data in all batches together, by which Kronecker factors are normalised: the sum of
+                `len(y)`, however many tokens or pixels and ignored labels there are.
+
+        Returns:
+            The negative log likelihood at σ = T = 1, 0-dim, and H in the form of `la.H` (a `Kron` for Kronecker
+            factors).
+
+        Raises:
+            InvalidData: A batch that cannot be used.
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
+            UnsupportedError: The structure has no curvature that could be summed by hand.
+        """
+        check_counts(n_data=n_data)
+        self._posterior = with_channels_of(with_backend_loss(self._posterior), x, y)
+        return batch_of(self._posterior, x, y, n_data)
+
     # Predictions and tuning.
 
     @property
@@ -395,3 +508,60 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         (posterior,) = posteriors
         self.set_posterior(posterior)
+
+    # Private names of laplace-torch that public code reads.
+
+    def _init_H(self) -> None:
+        self.restart_H()
+
+    def _curv_closure(self, X: Inputs, y: Tensor, N: int) -> tuple[Tensor, Any]:
+        return self.curvature_of(X, y, N)
+
+    def _check_H_init(self) -> None:
+        self.fitted()
+
+    @staticmethod
+    def _rescale_factors(kron: Kron, factor: float) -> Kron:
+        """Factors of which those on the input side, the last of two, are scaled."""
+        return type(kron)([[*block[:-1], factor * block[-1]] if len(block) == 2 else block for block in kron.kfacs])
+
+    @property
+    def _posterior_scale(self) -> Tensor:
+        return self.posterior_scale
+
+    @_posterior_scale.setter
+    def _posterior_scale(self, root: Tensor) -> None:
+        self.posterior_scale = root
+
+    def _glm_predictive_distribution(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self.predictive_moments(X, joint=joint, diagonal_output=diagonal_output)
+
+    def _nn_functional_samples(
+        self, X: Inputs, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any
+    ) -> Tensor:
+        return self.functional_samples(X, "nn", n_samples, generator=generator, **model_kwargs)
+
+    def _nn_predictive_samples(
+        self, X: Inputs, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any
+    ) -> Tensor:
+        return self.predictive_samples(X, "nn", n_samples, generator=generator, **model_kwargs)
+
+    @property
+    def _H_factor(self) -> Tensor:
+        """1/(σ²T): what the curvature of a GGN is multiplied with in the precision."""
+        return 1 / (self.sigma_noise.square() * self.temperature)
+
+    @property
+    def _asdl_fisher_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of ASDL: `{}` without any, so that they can be passed on to every backend."""
+        return dict(self.asdl_fisher_kwargs)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.prior_precision.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.prior_precision.dtype

@@ -30,8 +30,8 @@ from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.spread import require_whole
 from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
-from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.first_outputs import call_of, discovered, informed, look_for_sigmoid
+from laplace.posterior.manual_fit import with_backend_loss
 from laplace.posterior.posterior import Posterior, match_lengths
 from laplace.posterior.resumed import started_again
 from laplace.posterior.together import Started, started_together

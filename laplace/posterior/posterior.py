@@ -470,10 +470,10 @@ class Cache:
         return last[2]
 
 
-def _are_unchanged(kept: tuple[tuple[Tensor, int], ...], values: tuple[Tensor, ...]) -> bool:
+def _are_unchanged(former: tuple[tuple[Tensor, int], ...], values: tuple[Tensor, ...]) -> bool:
     return all(
         _version(old) == then and (old is value or (old.shape == value.shape and bool((old == value).all())))
-        for (old, then), value in zip(kept, values, strict=True)
+        for (old, then), value in zip(former, values, strict=True)
     )
 
 

@@ -38,7 +38,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_precision as autocast_off
-from laplace.posterior.assembled import checked_H, with_parts, without_data
+from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.predictive.latent import GaussianSource
 from laplace.predictive.options import PredictionOptions
@@ -49,7 +49,6 @@ from laplace.structures.by_hand import AnyByHand
 from laplace.structures.given import GivenPrecision
 
 if TYPE_CHECKING:
-    from laplace.base import BaseLaplace
     from laplace.compat.kronecker import KronDecomposed
 
 
@@ -65,7 +64,7 @@ class UsersPosterior(Posterior):
         users: Names of these members.
     """
 
-    la: BaseLaplace = field(kw_only=True, repr=False)
+    la: Any = field(kw_only=True, repr=False)
     users: frozenset[str] = field(kw_only=True)
 
     def without_object(self) -> Posterior:
@@ -151,7 +150,7 @@ class UsersPosterior(Posterior):
         return samples
 
 
-def with_users_members(posterior: Posterior, la: BaseLaplace) -> Posterior:
+def with_users_members(posterior: Posterior, la: Any) -> Posterior:
     """The posterior with the members that the class of a user's object defines; itself where there are none."""
     users = overridden(type(la))
     if not users:
