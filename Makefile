@@ -35,7 +35,7 @@ PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
-SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
+SOURCES := $(wildcard laplace tests examples papers benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
@@ -74,8 +74,8 @@ unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
 
 test: lint types unit  ## Check style, types and behaviour
 
-test-all: lint types  ## The same with 200 random networks instead of a few
-	LAPLACE_TEST_SEEDS=200 $(PY) -m pytest -n $(WORKERS) $(ARGS)
+test-all: lint types  ## The same with every combination, 200 random networks, and the papers' experiments in small
+	LAPLACE_TEST_ALL=1 LAPLACE_TEST_SEEDS=200 $(PY) -m pytest -n $(WORKERS) tests papers/tests $(ARGS)
 
 # Networks, data and posteriors drawn by seeds. Refusals are counted by kind; a seed that fails prints a script.
 SEEDS ?= 2000

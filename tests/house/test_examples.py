@@ -27,9 +27,8 @@ NEEDS = {
     "with_trainer": "transformers",
 }
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ROOT / "examples" / "experiments"
-SHARED = {EXPERIMENTS / "protocol", ROOT / "examples" / "pretrained_data.py"}  # what scripts import
-EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py") if SHARED.isdisjoint({path, *path.parents}))
+SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -62,10 +61,3 @@ def test_example_runs_in_two_processes(tmp_path: Path) -> None:
             launched.terminate()  # it ends its processes then, which it could not if it were killed
     assert launched.returncode == 0, errors
     assert "2 processes, 601 data" in output and plot.exists()
-
-
-def test_page_of_the_papers_is_what_the_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    written = tmp_path / "papers.md"
-    runpy.run_path(str(EXPERIMENTS / "papers.py"))["main"](written)
-    assert written.read_text() == (ROOT / "docs" / "papers.md").read_text()

@@ -51,7 +51,7 @@ def test_the_source_archive_builds_the_same(built: Path) -> None:
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
     assert {"laplace/py.typed", "pyproject.toml", "LICENSE", "README.md"} <= names
-    assert not any(name.startswith("examples") for name in names)
+    assert not any(name.startswith(("examples", "papers")) for name in names)
 
 
 def test_the_wheel_works_beside_torch_numpy_and_tqdm_alone(built: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The results of a script: printed, and kept in `results/<name>.json`, from which `papers.py` writes docs/papers.md."""
+"""The results of a script: printed, and kept in `results/<name>.json`, from which `page.py` writes docs/papers.md."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def finish(
     for row in rows:
         print(f"{row.verdict:<10}{row.item}: {row.text}: {row.ours}")
     report = Report(
-        f"examples/experiments/{script}.py", paper, protocol, len(records.seeds), round(records.minutes, 1),
+        f"papers/{script}.py", paper, protocol, len(records.seeds), round(records.minutes, 1),
         tuple(tables), rows, tuple(missing),
     )  # fmt: skip
     if not options.small and options.data is None:

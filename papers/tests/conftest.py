@@ -5,4 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "experiments"))
+from tests.conftest import _same_start  # noqa: F401
+
+sys.path.append(str(Path(__file__).parents[1]))

@@ -12,8 +12,8 @@ approximations of the last layer with 10,000 linearised samples. Temperature, pr
 of validation data of known domains (the paper's choice for all of them). On the grid of prior precisions the link takes
 1,000 samples. MAP and the ensemble of regressions have a noise that is chosen in the same way.
 
-    python examples/experiments/wilds.py            # five seeds
-    python examples/experiments/wilds.py --data D   # WILDS as arrays: D/FMoW.npz and so on, see protocol/domains.py
+    python papers/wilds.py            # five seeds
+    python papers/wilds.py --data D   # WILDS as arrays: D/FMoW.npz and so on, see protocol/domains.py
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ of distribution, their MNIST, are digits 7 to 9, inverted digits, shuffled pixel
 for every prior precision, and every posterior takes the one with the smallest negative log likelihood on validation
 data; Gaussian processes take the one that is best for MAP. Inputs are told apart by the entropy of the prediction.
 
-    python examples/experiments/images.py            # 5 seeds
-    python examples/experiments/images.py --small    # small networks and few data, to try it out
+    python papers/images.py            # 5 seeds
+    python papers/images.py --small    # small networks and few data, to try it out
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ of all tensors that predictions are made of; the second table has it for WRN-16-
 LA is the last layer, Kronecker-factored, by the evidence; LA* the last layer, full empirical Fisher, by the NLL of
 validation data (the paper: with out-of-distribution data). The other Laplace approximations are not in the figure.
 
-    python examples/experiments/cost.py
+    python papers/cost.py
 """
 
 from __future__ import annotations

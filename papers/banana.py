@@ -7,8 +7,8 @@ linearised network ("GLM") and, with two layers, its variational refinement: mea
 epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is read from a .csv or .npz
 (`--data`); else `make_moons` gives two bananas that overlap.
 
-    python examples/experiments/banana.py            # 5 seeds
-    python examples/experiments/banana.py --small    # small networks and few points, to try it out
+    python papers/banana.py            # 5 seeds
+    python papers/banana.py --small    # small networks and few points, to try it out
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ are scikit-learn's breast cancer, wine, iris and 200 of its digits, 400 data of 
 a generated set of the size and class frequencies of "glass". The paper's other sets are no part of any package;
 `--data` takes one.
 
-    python examples/experiments/uci.py            # 5 splits
-    python examples/experiments/uci.py --small    # 1 split, a tiny network and few data, to try it out
+    python papers/uci.py            # 5 splits
+    python papers/uci.py --small    # 1 split, a tiny network and few data, to try it out
 """
 
 from __future__ import annotations

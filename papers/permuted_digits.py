@@ -11,7 +11,7 @@ held-out digits of all tasks seen is averaged. What is remembered:
 
 The prior precision is fixed, or starts there and is adapted by the evidence during every task ("tuned").
 
-    python examples/experiments/permuted_digits.py
+    python papers/permuted_digits.py
 """
 
 from __future__ import annotations

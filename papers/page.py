@@ -2,7 +2,7 @@
 
 It reads what the full runs of the other scripts keep in `results/`.
 
-    python examples/experiments/papers.py
+    python papers/page.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from protocol.report import RESULTS, Report, Row, load_report
 
-PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
 
 INTRODUCTION = """# The papers' experiments
 
@@ -26,8 +26,8 @@ data and networks. The seeds are those of data, networks and samples; nothing wa
 "Ours" is the number's mean with its standard error over seeds. The verdict is a one-sided t test at 95 %: **holds**,
 **fails** (the opposite is significant), or undecided. "Theirs" are the papers' numbers.
 
-This page is written by `examples/experiments/papers.py` from the results of the full runs, which are in
-`examples/experiments/results/`.
+This page is written by `papers/page.py` from the results of the full runs, which are in
+`papers/results/`.
 """
 
 

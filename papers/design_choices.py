@@ -10,8 +10,8 @@ alone ("map"), probit, Monte Carlo (100 samples of the linearised network's outp
 What differs from the paper: the data (CIFAR-10 for figures 3 and 8, FashionMNIST for table 2), networks small enough
 for full curvature of all weights. With augmentation curvature and evidence are those of the data without it.
 
-    python examples/experiments/design_choices.py            # 5 seeds
-    python examples/experiments/design_choices.py --small    # one seed, few data and epochs, to try it out
+    python papers/design_choices.py            # 5 seeds
+    python papers/design_choices.py --small    # one seed, few data and epochs, to try it out
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ data: HMC is exact HMC with five chains instead of the cyclical stochastic one, 
 all methods are run once more; batches are smaller, so that 100 epochs are some 1,000 steps; variational Bayes is
 always trained by Adam.
 
-    python examples/experiments/redux.py            # 5 seeds
-    python examples/experiments/redux.py --small    # one seed, few data and epochs, to try it out
+    python papers/redux.py            # 5 seeds
+    python papers/redux.py --small    # one seed, few data and epochs, to try it out
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ weights is Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2. O
 over data and one a mean, `damping=True`: a product that exceeds the GGN, since it takes inputs and gradients for
 independent. Of two sums, `damping="sum"`, as the paper's equations A.2 and A.4 have it.
 
-    python examples/experiments/tanh.py            # 5 seeds, of the start of the training and of the samples
-    python examples/experiments/tanh.py --small    # a coarse grid and few samples, to try it out
+    python papers/tanh.py            # 5 seeds, of the start of the training and of the samples
+    python papers/tanh.py --small    # a coarse grid and few samples, to try it out
 """
 
 from __future__ import annotations

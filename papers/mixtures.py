@@ -20,8 +20,8 @@ steps; the grid of SWAG's rate on corrupted digits reaches up to 0.2, since at 0
 diverges; MIMO's network is twice as wide and trained for twice as many epochs, since the smaller one underfits (its
 threshold is its own accuracy); costs are processor time on one core, on a wider network that is not trained.
 
-    python examples/experiments/mixtures.py            # every seed
-    python examples/experiments/mixtures.py --small    # one seed, tiny networks, to try it out
+    python papers/mixtures.py            # every seed
+    python papers/mixtures.py --small    # one seed, tiny networks, to try it out
 """
 
 from __future__ import annotations
