@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.errors import NotFittedError

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace import tuning
+from laplace.core.argument_checks import as_tensor, positive
 from laplace.core.checks import named
-from laplace.core.hyperparameters import Hyperparameters, as_tensor, positive
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument

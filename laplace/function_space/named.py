@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from laplace import tuning
 from laplace.base import Backend, Options
 from laplace.constructors import bind
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
-from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReductionName, LikelihoodName
 from laplace.function_space.base import BaseFunctionalLaplace

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.gaussian import Gaussian
-from laplace.core.hyperparameters import check_counts
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.core.hyperparameters import check_counts
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError

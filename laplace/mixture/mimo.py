@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.core.hyperparameters import check_counts
+from laplace.core.argument_checks import check_counts
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.network.model_guard import model_lock, require_module, unwrap

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import CheckedConstructor, checked
-from laplace.core.hyperparameters import check_counts
 from laplace.core.random_numbers import check_generator, uniform
 from laplace.enums import LikelihoodName
 from laplace.errors import InvalidArgument, InvalidData

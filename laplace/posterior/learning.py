@@ -12,7 +12,7 @@ import torch
 
 from laplace import fitting
 from laplace.core import batch as batches
-from laplace.core import hyperparameters as hyper
+from laplace.core.argument_checks import check_length
 from laplace.core.checks import named
 from laplace.core.data_weights import DataWeights
 from laplace.core.inference import kept_for_later
@@ -140,7 +140,7 @@ def measured(
             engine.require_weighing(weights.name)
         what = (train_loader, engine, choices.structure, choices.structure_options)
         fit = fitting.accumulate(*what, reading) if subset is None else subsampling.accumulate(*what, subset, reading)
-        hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
+        check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = fit if weights is None else replace(fit, is_weighed=True)
         return Measured(posterior, fit, engine, None if first is None else first.witness, content.content)
 

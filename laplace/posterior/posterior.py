@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core.argument_checks import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
-from laplace.core.hyperparameters import GaussianPrior, Hyperparameters, as_tensor, check_length, finite, positive
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later
 from laplace.core.overrides import is_ours
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
@@ -37,8 +38,8 @@ from laplace.predictive.options import PredictiveNames
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.by_hand import ByHand
 from laplace.structures.draws import drawn
-from laplace.structures.given import GivenPrecision
 from laplace.structures.indefinite import SignedOptions
+from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
@@ -765,7 +766,7 @@ class Posterior:
         Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept.
         """
         if self.root is not None:
-            return GivenPrecision(self.root)
+            return FixedRootPrecision(self.root)
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
             return self.evidence.precision
         if torch.is_grad_enabled() and self.hypers.requires_grad:

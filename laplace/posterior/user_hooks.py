@@ -46,7 +46,7 @@ from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutp
 from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass, Precision
 from laplace.structures.by_hand import AnyByHand
-from laplace.structures.given import GivenPrecision
+from laplace.structures.users_precision import FixedRootPrecision
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
@@ -349,17 +349,17 @@ def _given(la: Any, name: str, value: Any) -> Precision:
         raise _wrong_shape(la, name, value, " or ".join(str(list(shape)) for shape in accepted))
     value = value.to(posterior.hypers.dtype)
     if name == "posterior_scale":
-        return GivenPrecision(value)
+        return FixedRootPrecision(value)
     if name == "posterior_variance":
-        return GivenPrecision(_positive(la, name, value).sqrt())
+        return FixedRootPrecision(_positive(la, name, value).sqrt())
     if square:
-        return GivenPrecision(covariance_root(value.unsqueeze(0))[0])
+        return FixedRootPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
-        return GivenPrecision(_positive(la, name, value).rsqrt())
+        return FixedRootPrecision(_positive(la, name, value).rsqrt())
     factor = algebra.cholesky(0.5 * widened(value + value.T).flip(0, 1))
     if factor is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
-    return GivenPrecision(algebra.covariance_factor(factor).to(value.dtype))
+    return FixedRootPrecision(algebra.covariance_factor(factor).to(value.dtype))
 
 
 def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed) -> Precision | None:
@@ -369,13 +369,13 @@ def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed)
         InvalidArgument: It is not positive definite.
     """
     from laplace.structures.kron import KronCurvature
-    from laplace.structures.kron_given import given_precision
+    from laplace.structures.users_precision import precision_of_factors
 
     curvature, layout = posterior.fit.curvature, posterior.problem.layout
     if not isinstance(curvature, KronCurvature) or tuple(map(math.prod, value.shapes)) != layout.sizes:
         return None
     try:
-        return given_precision(value, curvature.parts.blocks, layout, posterior.hypers.dtype)
+        return precision_of_factors(value, curvature.parts.blocks, layout, posterior.hypers.dtype)
     except CurvatureError as error:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.") from error
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import hint
-from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import PredType

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.progress import DataBar
 from laplace.enums import LinkApprox, PredType

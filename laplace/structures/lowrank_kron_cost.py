@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laplace.core.hyperparameters import check_counts
+from laplace.core.argument_checks import check_counts
 from laplace.engines.profile import BatchProfile
 from laplace.jacobian.blocks import TensorShape
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient

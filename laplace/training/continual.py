@@ -25,9 +25,9 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from laplace.core import batch as batches
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs, require_rereadable
-from laplace.core.hyperparameters import check_counts
 from laplace.core.positions import as_rows
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence

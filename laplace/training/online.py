@@ -19,9 +19,9 @@ from torch.optim import Adam
 
 from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import CheckedConstructor
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
-from laplace.core.hyperparameters import check_counts
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
 from laplace.curvature import CurvatureInterface

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import Hyperparameters, check_counts
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import outputs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.hyperparameters import check_counts, positive
+from laplace.core.argument_checks import check_counts, positive
 from laplace.core.precision_policy import wide_dtype
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn

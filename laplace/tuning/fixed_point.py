@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.hyperparameters import check_counts
+from laplace.core.argument_checks import check_counts
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import autograd_mode

@@ -10,9 +10,10 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import positive
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import Hyperparameters, positive
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import check_counts
 from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_ours
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened

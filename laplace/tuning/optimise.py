@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.hyperparameters import check_counts
+from laplace.core.argument_checks import check_counts
 from laplace.errors import InvalidArgument
 
 Evaluate = Callable[[Tensor], tuple[float, Tensor]]

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from laplace.core.hyperparameters import Hyperparameters, as_tensor, check_length, positive
+from laplace.core.argument_checks import as_tensor, check_length, positive
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.enums import PriorStructure

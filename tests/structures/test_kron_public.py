@@ -15,7 +15,7 @@ from laplace import KronLaplace, Laplace
 from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.errors import InvalidArgument
 from laplace.structures.kron import KronCurvature
-from laplace.structures.kron_given import given_precision
+from laplace.structures.users_precision import precision_of_factors
 from laplace.structures.kron_precision import KronPrecision
 from tests import problems as catalogue
 from tests.conformance.cases import SUBNETWORKS, Case, few, priors
@@ -316,7 +316,7 @@ def test_a_given_matrix_is_a_posterior(case: Case, damping: bool) -> None:
     la = case.fit(prior_precision=priors(case)["layerwise"][0], damping=damping)
     curvature, layout = la.fitted().curvature, la.problem.layout
     assert isinstance(curvature, KronCurvature)
-    given = given_precision(la.posterior_precision, curvature.parts.blocks, layout, torch.float64)
+    given = precision_of_factors(la.posterior_precision, curvature.parts.blocks, layout, torch.float64)
     dense = la.evidence().precision.to_dense()
     with torch.no_grad():
         jacobian, _ = next(iter(la.snapshot().engine.jacobian(case.problem.x)))

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine

@@ -1,20 +1,31 @@
-"""A precision that is known by a root of its inverse: of posteriors that were computed elsewhere."""
+"""Posterior precisions that were computed elsewhere: a root of the covariance, or Kronecker factors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laplace.core.gram import row_gram
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.layout import Layout
+from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import widened
+from laplace.engines.kron_parts import KronBlock
+from laplace.errors import CurvatureError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.precision import Precision
 
+if TYPE_CHECKING:
+    from laplace.compat.kronecker import KronDecomposed
+    from laplace.structures.eigenblocks import BlockSpectrum
+    from laplace.structures.kron_precision import KronPrecision
+
 
 @dataclass(frozen=True, eq=False)
-class GivenPrecision(Precision):
+class FixedRootPrecision(Precision):
     """A precision that is known by a root of its covariance, with the graph that leads to it.
 
     Attributes:
@@ -86,3 +97,45 @@ class GivenPrecision(Precision):
     @property
     def covariance(self) -> Tensor:
         return torch.diag(self.root.square()) if self._is_diagonal else self.root @ self.root.T
+
+
+def precision_of_factors(
+    matrix: KronDecomposed, blocks: tuple[KronBlock, ...], layout: Layout, dtype: torch.dtype
+) -> KronPrecision:
+    """The matrix by its factors, with the graph that leads to it.
+
+    Half of the smallest eigenvalue of a block stands for its prior, which is not known here: the rest is positive.
+
+    Args:
+        matrix: P.
+        blocks: Forms of the curvature's blocks, which say what a side of a factor belongs to.
+        layout: The random parameter tensors.
+        dtype: Of Jacobians.
+
+    Raises:
+        CurvatureError: P is not positive definite.
+    """
+    from laplace.structures.eigenblocks import Spectra
+    from laplace.structures.kron_precision import KronPrecision
+
+    tables = [widened(table).expand(shape) for table, shape in zip(matrix.spectra(), matrix.shapes, strict=True)]
+    prior = torch.stack([0.5 * table.detach().amin() for table in tables]).to(dtype)
+    if not bool((prior > 0).all()):
+        raise CurvatureError(f"the matrix is not positive definite: its smallest eigenvalue is {2 * prior.min():.3g}.")
+    spectra = tuple(
+        _spectrum(block, [widened(side) for side in vectors], table - widened(delta))
+        for block, vectors, table, delta in zip(blocks, matrix.eigenvectors, tables, prior, strict=True)
+    )
+    return KronPrecision(Spectra(spectra, dtype), prior.new_ones(1), GaussianPrior(prior, prior.new_zeros(()), layout))
+
+
+def _spectrum(block: KronBlock, vectors: list[Tensor], values: Tensor) -> BlockSpectrum:
+    from laplace.structures.eigenblocks import BlockSpectrum
+
+    bases = [None if side.ndim == 1 else side for side in vectors]
+    if block.kind != "kron" or block.index is not None:
+        return BlockSpectrum(values.flatten(), basis=bases[0])
+    left, right = (None if side is None else DenseBasis(side.view(-1, *side.shape[-2:])) for side in (*bases, None)[:2])
+    groups, n_left, n_right = values.shape
+    output_first = len(bases) == 1 or not block.input_first
+    return BlockSpectrum(values.flatten(), left, right, (groups, n_left, n_right), output_first=output_first)
