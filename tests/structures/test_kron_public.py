@@ -15,8 +15,8 @@ from laplace import KronLaplace, Laplace
 from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.errors import InvalidArgument
 from laplace.structures.kron import KronCurvature
-from laplace.structures.users_precision import precision_of_factors
 from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.users_precision import precision_of_factors
 from tests import problems as catalogue
 from tests.conformance.cases import SUBNETWORKS, Case, few, priors
 from tests.conformance.dense_posterior import Dense
