@@ -8,7 +8,6 @@ attribute assigned.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator
 from typing import Any, Generic, Protocol
 
 from laplace.errors import ReadOnlyError, UnsupportedError
@@ -146,7 +145,6 @@ def is_overridden(la: object, *names: str) -> bool:
 
 
 def _owner(cls: type, name: str) -> type | None:
-    """The class that an attribute of the class comes from."""
     return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
@@ -163,10 +161,19 @@ def check_class(cls: type, root: type) -> None:
     if is_ours(cls):
         setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return
-    setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
-    own, by_hand = _own_names(cls), getattr(getattr(cls, "structure", None), "by_hand", None)
-    derived = any(is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__)
-    for name in _users_names(cls):
+    library = [base for base in cls.__mro__ if is_ours(base)]
+    known = [base for base in library if _ORIGINALS in vars(base)]
+    originals = {
+        name: next((vars(base)[_ORIGINALS][name] for base in known if name in vars(base)), None) for name in _KNOWN
+    }
+    setattr(cls, _ORIGINALS, originals)
+    private = HELD.union(*map(vars, library)) - _FREE
+    by_hand = getattr(getattr(cls, "structure", None), "by_hand", None)
+    derived = any(issubclass(base, root) and base is not root for base in library)
+    users = [base for base in cls.__mro__ if base not in (*library, *_PYTHONS)]
+    for name in (name for base in users for name in vars(base) if _owner(cls, name) is base):
+        if not name.startswith("_") or name.startswith("__"):
+            continue
         if (name in _OF_FITS and by_hand is not None) or (name in HOOKS | _OF_FITS and not derived):
             continue  # of a class that derives from the root alone every call is its own
         if name in HOOKS or name in _OF_FITS:
@@ -174,32 +181,11 @@ def check_class(cls: type, root: type) -> None:
                 f"class {cls.__name__} defines {name}, a private hook that this library never calls: it would have no "
                 f"effect. Instead, {(HOOKS | _OF_FITS)[name]}."
             )
-        if name in own:
+        if name in private:
             raise UnsupportedError(
                 f"class {cls.__name__} defines {name}, which is private to this library and may change or have no "
                 "effect. Override a public method or property (docs/extending.md, Subclassing), or choose another name."
             )
-
-
-def _original(cls: type, name: str) -> Any:
-    """The library's definition of a name, for a user's class."""
-    bases = (base for base in cls.__mro__ if is_ours(base) and _ORIGINALS in vars(base))
-    return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
-
-
-def _users_names(cls: type) -> Iterator[str]:
-    """Private names that the class has from classes of users."""
-    for base in cls.__mro__:
-        if base not in _PYTHONS and not is_ours(base):
-            for name in vars(base):
-                if name.startswith("_") and not name.startswith("__") and _owner(cls, name) is base:
-                    yield name
-
-
-def _own_names(cls: type) -> set[str]:
-    """Private names of the library that the class has."""
-    names = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
-    return {name for name in names | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
 
 
 def is_ours(part: Any) -> bool:
@@ -208,15 +194,7 @@ def is_ours(part: Any) -> bool:
 
 
 def require_structure(la: object, root: type) -> None:
-    """Refuses an object of which nobody says what its posterior is: a structure, or methods of a user's class.
-
-    Args:
-        la: The object, as it is made.
-        root: `BaseLaplace`.
-
-    Raises:
-        UnsupportedError: Its class chooses no structure, and computes nothing itself.
-    """
+    """Raises `UnsupportedError` if the class of a new object chooses no structure, and computes nothing itself."""
     cls = type(la)
     fitting = _owner(cls, "fit")
     own = is_overridden(la, *FITTING, *MOMENTS, *COVARIANCES) or (fitting is not None and not is_ours(fitting))
@@ -229,13 +207,7 @@ def require_structure(la: object, root: type) -> None:
 
 
 def undefined(la: object, name: str, own: str) -> UnsupportedError:
-    """The error of a method that a user's class has not, since it is not derived from a posterior over weights.
-
-    Args:
-        la: The object.
-        name: Of the method.
-        own: The method that such a class defines in its place.
-    """
+    """The error of a method that needs a posterior over weights; a class without one defines `own` in its place."""
     return UnsupportedError(
         f"class {type(la).__name__} has no {name}; define {own}, or derive it from ParametricLaplace, the base of "
         "posteriors over weights."
@@ -243,11 +215,7 @@ def undefined(la: object, name: str, own: str) -> UnsupportedError:
 
 
 def check_assignment(la: object, name: str, value: Any) -> None:
-    """Refuses an assignment that would be ignored; new attributes are free.
-
-    Raises:
-        ReadOnlyError: It would be.
-    """
+    """Raises `ReadOnlyError` at an assignment that would be ignored; new attributes are free."""
     if name in HOOKS and name != "_posterior_scale":
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
     if name in _FIXED and getattr(la, name, value) != value:
@@ -269,11 +237,7 @@ def check_assignment(la: object, name: str, value: Any) -> None:
 
 
 def check_backend_assignment(backend: object, name: str) -> None:
-    """Refuses to give one of the library's backends a factor of its loss, which would not reach the curvature.
-
-    Raises:
-        ReadOnlyError: That was tried.
-    """
+    """Raises `ReadOnlyError` where a library's backend is given a factor of its loss, which reaches no curvature."""
     if name == "factor" and is_ours(type(backend)):
         raise ReadOnlyError(
             f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
@@ -282,7 +246,7 @@ def check_backend_assignment(backend: object, name: str) -> None:
 
 
 def refused(la: object, name: str, error: AttributeError) -> AttributeError:
-    """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
+    """The error of an assignment that Python refused; of a computed property one that says what to do."""
     owner = _owner(type(la), name)
     member = None if owner is None else vars(owner)[name]
     if owner is None or not is_ours(owner) or not isinstance(member, property) or member.fset is not None:

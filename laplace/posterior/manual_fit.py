@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
@@ -68,7 +67,7 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
         )
     with torch.inference_mode(False), torch.no_grad():
         for name, value in parts.items():
-            data = _ASSIGNED[name](data, former, value)
+            data = _with_part(data, former, name, value)
     return replace(former, data=data, root=None)
 
 
@@ -132,64 +131,34 @@ def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> ManualFit:
     return ManualFit(H, structure, now.loss_terms, now.n_data, now.n_outputs, now.coverage, now.draws)
 
 
-def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    _require_one_noise("H", posterior)
-    return replace(data, source=_by_hand(data, posterior, checked_H(posterior, value)))
-
-
-def _factors(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    if value is None:
-        return replace(data, separate_factors=_by_hand(data, posterior))
-    if data.separate_factors is None or data.separate_factors.H is None:
-        return replace(_curvature(data, posterior, value), separate_factors=None)
-    return replace(data, separate_factors=_by_hand(data, posterior, checked_H(posterior, value)))
-
-
-def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
-    return replace(data, assigned_mean=None if torch.equal(mean, data.expansion_point) else mean)
-
-
-def _loss(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    _require_one_noise("loss", posterior)
-    loss = _like(posterior).new_tensor([_number("loss", value)])
-    return replace(data, source=replace(data.source, loss_terms=loss))
-
-
-def _n_data(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    n_data = _number("n_data", value)
-    if n_data < 0:
-        raise InvalidArgument(f"n_data={value!r}; it must be at least 0.")
-    return replace(data, source=replace(data.source, n_data=int(n_data) if n_data == int(n_data) else n_data))
-
-
-def _n_outputs(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    n_outputs = _number("n_outputs", value)
-    if n_outputs < 0 or n_outputs != int(n_outputs):
-        raise InvalidArgument(f"n_outputs={value!r}; it must be an integer of at least 0.")
-    return replace(data, source=replace(data.source, n_outputs=int(n_outputs)))
-
-
-_ASSIGNED: dict[str, Callable[[Fitted, Posterior, Any], Fitted]] = {
-    "H": _curvature, "H_facs": _factors, "mean": _mean, "loss": _loss, "n_data": _n_data, "n_outputs": _n_outputs,
-}  # fmt: skip
-
-
-def _require_one_noise(name: str, posterior: Posterior) -> None:
-    """Refuses a part of which a noise for each output takes one term for each output."""
-    if posterior.hypers.sigma_noise.numel() > 1:
+def _with_part(data: Fitted, posterior: Posterior, name: str, value: Any) -> Fitted:
+    if name == "H_facs":
+        if value is None:
+            return replace(data, separate_factors=_by_hand(data, posterior))
+        if data.separate_factors is not None and data.separate_factors.H is not None:
+            return replace(data, separate_factors=_by_hand(data, posterior, checked_H(posterior, value)))
+        data, name = replace(data, separate_factors=None), "H"
+    if name in ("H", "loss") and posterior.hypers.sigma_noise.numel() > 1:
         raise UnsupportedError(
             f"{name} is assigned where every output has its own noise, which takes one {name} per output; use one "
             "noise."
         )
+    if name == "H":
+        return replace(data, source=_by_hand(data, posterior, checked_H(posterior, value)))
+    if name == "mean":
+        mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
+        return replace(data, assigned_mean=None if torch.equal(mean, data.expansion_point) else mean)
+    number = _number(name, value)
+    if name == "loss":
+        return replace(data, source=replace(data.source, loss_terms=_like(posterior).new_tensor([number])))
+    if number < 0 or (name == "n_outputs" and number != int(number)):
+        accepted = "an integer of at least 0" if name == "n_outputs" else "at least 0"
+        raise InvalidArgument(f"{name}={value!r}; it must be {accepted}.")
+    return replace(data, source=replace(data.source, **{name: int(number) if number == int(number) else number}))
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite real number, or the one in a tensor.
-
-    Raises:
-        InvalidArgument: It is none.
-    """
+    """A finite real number, or the one in a tensor."""
     single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     number = value.item() if single else value
     if isinstance(number, bool) or not isinstance(number, Real) or not abs(float(number)) < float("inf"):
@@ -199,11 +168,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _checked(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ...]) -> Tensor:
-    """A copy of a tensor that has one of some shapes.
-
-    Raises:
-        InvalidArgument: It has none of them, or is not finite.
-    """
+    """A copy of a tensor that has one of some shapes, and is finite."""
     if not isinstance(value, Tensor) or value.is_complex() or tuple(value.shape) not in shapes:
         given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         accepted = " or ".join(str(list(shape)) for shape in shapes)
@@ -218,5 +183,4 @@ def _checked(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ..
 
 
 def _like(posterior: Posterior) -> Tensor:
-    """A tensor of the posterior's device and dtype."""
     return posterior.hypers.prior_mean.detach()

@@ -178,22 +178,13 @@ def posterior_before(la: Any, name: str) -> Precision:
 
 
 def users_prior_diagonal(la: Any, prior: GaussianPrior) -> Tensor:
-    """A user's `prior_precision_diag`, `[P]`.
-
-    Raises:
-        InvalidArgument: It has another shape, or is not positive.
-    """
+    """A user's `prior_precision_diag`, `[P]`, checked."""
     values = _checked(la, "prior_precision_diag", la.prior_precision_diag, (prior.layout.n_params,))
     return _positive(la, "prior_precision_diag", values.to(prior.precision))
 
 
 def users_posterior(la: Any, plain: Posterior) -> Precision:
-    """The posterior precision before any moment that users override but the first.
-
-    Args:
-        la: The object.
-        plain: Its posterior, by the library alone.
-    """
+    """The posterior precision before any moment that users override but the first; `plain` is the library's."""
     if is_overridden(la, "posterior_precision"):
         return _given(la, "posterior_precision", la.posterior_precision)
     if is_overridden(la, "evidence"):
@@ -203,12 +194,7 @@ def users_posterior(la: Any, plain: Posterior) -> Precision:
 
 
 def with_users_values(la: Any, plain: Posterior) -> Posterior:
-    """A posterior with the data, the mean and the hyper-parameters that users' members give, by the library alone.
-
-    Args:
-        la: The object.
-        plain: Its posterior, by the library alone.
-    """
+    """The library's posterior of an object with the data, mean and hyper-parameters that users' members give."""
     if not is_overridden(la, *HYPERPARAMETERS):
         return plain
     prior = la.prior
@@ -325,11 +311,6 @@ class UsersPrecision(Precision):
 
 
 def _given(la: Any, name: str, value: Any) -> Precision:
-    """The posterior with one of its moments as a user computes it.
-
-    Raises:
-        InvalidArgument: It is none, or has another shape than the weights ask for.
-    """
     from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
 
     if isinstance(value, Precision):
@@ -363,11 +344,7 @@ def _given(la: Any, name: str, value: Any) -> Precision:
 
 
 def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed) -> Precision | None:
-    """The posterior without a dense matrix, where the fit's curvature has a block for every tensor; else None.
-
-    Raises:
-        InvalidArgument: It is not positive definite.
-    """
+    """The posterior without a dense matrix, where the fit's curvature has a block for every tensor; else None."""
     from laplace.structures.kron import KronCurvature
     from laplace.structures.users_precision import precision_of_factors
 
@@ -403,15 +380,7 @@ def _wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgume
 def users_outputs(
     posterior: Posterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
 ) -> PosteriorOutputs:
-    """A prediction with users' own samples, and their own variances of the linearised outputs.
-
-    Args:
-        posterior: A fitted posterior.
-        rows: The prediction as the library makes it.
-        x: Inputs.
-        kind: Linearised or sampled.
-        model_kwargs: Further arguments of the model.
-    """
+    """The library's prediction `rows` with users' own samples, and their own variances of the linearised outputs."""
     source = rows.source
     if isinstance(source, GaussianSource) and posterior.overrides("functional_variance_fast"):
         source = _UsersVariances(posterior, source, x)
@@ -427,16 +396,7 @@ def users_outputs(
 def users_samples(
     posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictionOptions, model_kwargs: dict[str, Any]
 ) -> Draw:
-    """A user's own `functional_samples` or `predictive_samples` at x.
-
-    Args:
-        posterior: A fitted posterior.
-        name: Which of them.
-        x: Inputs.
-        kind: Linearised or sampled.
-        asked: Form of the covariance of the latents, and its groups.
-        model_kwargs: Further arguments of the model.
-    """
+    """A user's own `functional_samples` or `predictive_samples` at x; `asked` is the form of the covariance."""
     options = dict(model_kwargs)
     # What has its default value is not passed on: a user's method need not know it.
     if kind != PredType.NN:
@@ -540,11 +500,7 @@ class HookedPass(DataPass):
 
 
 def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
-    """N of a loader, by its data set, or by reading it once.
-
-    Raises:
-        InvalidArgument: It can be read only once.
-    """
+    """N of a loader, by its data set, or by reading it once (`InvalidArgument` if that is not possible)."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, Sized):
         return len(dataset)
@@ -601,6 +557,16 @@ class NoStructure(Curvature):
         return self.values
 
 
+def _undefined(name: str) -> Callable[..., Any]:
+    remedy = "define posterior_precision, [P, P] or [P], from which the rest follows, or bind a structure"
+    also = "" if name == "posterior_precision" else f"define {name}; or "
+
+    def method(self: Precision, *given: Any) -> Any:
+        raise UnsupportedError(f"{name} is not known of a class without a structure; {also}{remedy}.")
+
+    return method
+
+
 @dataclass(frozen=True)
 class UndefinedPrecision(Precision):
     """The precision of a class without a structure: what the class computes itself is never asked of this one.
@@ -611,32 +577,10 @@ class UndefinedPrecision(Precision):
 
     prior: GaussianPrior
 
-    def logdet_ratio(self) -> Tensor:
-        raise _undefined("log_det_posterior_precision")
-
-    def quad(self, vectors: Tensor) -> Tensor:
-        raise _undefined("square_norm")
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        raise _undefined("functional_variance")
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        raise _undefined("functional_variance")
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        raise _undefined("functional_covariance")
-
-    def sample(self, noise: Tensor) -> Tensor:
-        raise _undefined("sample")
-
-    def diagonal_of_inverse(self) -> Tensor:
-        raise _undefined("posterior_variance")
-
-    def to_dense(self) -> Tensor:
-        raise _undefined("posterior_precision")
-
-
-def _undefined(name: str) -> UnsupportedError:
-    remedy = "define posterior_precision, [P, P] or [P], from which the rest follows, or bind a structure"
-    also = "" if name == "posterior_precision" else f"define {name}; or "
-    return UnsupportedError(f"{name} is not known of a class without a structure; {also}{remedy}.")
+    logdet_ratio = _undefined("log_det_posterior_precision")
+    quad = _undefined("square_norm")
+    functional_variance = functional_diagonal = _undefined("functional_variance")
+    functional_covariance = _undefined("functional_covariance")
+    sample = _undefined("sample")
+    diagonal_of_inverse = _undefined("posterior_variance")
+    to_dense = _undefined("posterior_precision")
