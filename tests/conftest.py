@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.pairs import ALL, chosen
+
 hypothesis.settings.register_profile("laplace", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("laplace")
 
@@ -38,6 +40,16 @@ def _same_start() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that this machine has."""
     return torch.device(request.param)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of large products of parameters every pair of values is tried, not every combination, see `tests.pairs`."""
+    if not ALL:
+        kept = chosen(items)
+        left = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
+        items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -66,6 +66,11 @@ class Case:
         return f"{self.problem}-{self.structure}-{self.weights}"
 
     @property
+    def axes(self) -> tuple[str, str, str]:
+        """What a product of cases varies."""
+        return self.problem.name, self.structure, self.weights
+
+    @property
     def columns(self) -> Tensor:
         """Places of the treated entries among all parameters of the model, `[P]`."""
         return columns(self.problem, self.weights)

@@ -1,0 +1,64 @@
+"""Which tests of a product of parameters run: as many as it takes for every pair of values to be tried.
+
+A test of 8 problems, 5 choices of weights and 8 structures is 320 tests; 64 of them try every problem with every
+structure, every problem with all weights, and all weights with every structure. These run, unless the environment
+variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+ALL = bool(os.environ.get("LAPLACE_TEST_ALL"))
+
+
+def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Tests of which each tries a pair that no other one tries; those with fewer than three parameters stay."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, item in enumerate(items):
+        groups[item.nodeid.partition("[")[0]].append(number)
+    kept: set[int] = set()
+    for numbers in groups.values():
+        kept.update(numbers[place] for place in covering([_values(items[number]) for number in numbers]))
+    return [items[number] for number in sorted(kept)]
+
+
+def covering(rows: Sequence[tuple[Hashable, ...]]) -> list[int]:
+    """Places of rows that have every pair of values, in two columns, that any row has; many new pairs come first."""
+    if not rows or len(rows[0]) < 3:
+        return list(range(len(rows)))
+    pairs = [{(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)} for row in rows]
+    seen: set[tuple[Any, ...]] = set()
+    found: list[int] = []
+    for least in range(max(map(len, pairs)), 0, -1):
+        for place, own in enumerate(pairs):
+            if len(own - seen) >= least:
+                seen |= own
+                found.append(place)
+    return sorted(found)
+
+
+def _values(item: pytest.Item) -> tuple[Hashable, ...]:
+    """The values of a test, one per decorator; what has `axes` counts as these."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    values: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        arguments = [given[name.strip()] for name in (names.split(",") if isinstance(names, str) else names)]
+        split = [getattr(value, "axes", None) for value in arguments]
+        if any(axes is not None for axes in split):
+            for value, axes in zip(arguments, split, strict=True):
+                values += [_key(value)] if axes is None else axes
+        else:
+            values.append(tuple(_key(value) for value in arguments))
+    return tuple(values)
+
+
+def _key(value: Any) -> Hashable:
+    return value if isinstance(value, str | int | float | bool | type | None) else id(value)
