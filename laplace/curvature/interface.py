@@ -57,7 +57,7 @@ def _signature(cls: type[CurvatureInterface]) -> inspect.Signature:
     defaults = {field.name: field.default for field in fields(EngineOptions)} | dict.fromkeys(cls.synonyms)
     for name in (*cls.engine_options, *cls.synonyms):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in _POSITIONAL else inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(name, kind, default=defaults[name]))
+        parameters.append(inspect.Parameter(name, kind, default=getattr(cls, name, defaults[name])))
     return inspect.Signature(parameters)
 
 
@@ -77,7 +77,8 @@ class CurvatureInterface:
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`, which decides how the curvature scales with noise and temperature.
         engine_type: Class of the engine that computes the curvature.
-        engine_options: Names of the engine's options that the constructor takes and the object stores.
+        engine_options: Names of the engine's options that the constructor takes and the object stores. A class
+            attribute of such a name is its default.
         synonyms: Alternative names of options in the constructor.
     """
 
