@@ -27,7 +27,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import numbers_are_known
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.output_choice import OutputChoice
-from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, EngineOptions, Groups, detached
+from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
 from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.engine import NativeEngine
@@ -36,9 +36,9 @@ from laplace.engines.native.functions import FunctionCall, LayerCall
 from laplace.engines.native.kinds import GGNEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
+from laplace.engines.sinks import BlockSink, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
 from laplace.likelihoods.observed import Observed
@@ -270,36 +270,43 @@ class PackageEngine(CurvatureEngine):
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         """Reasons why tensors of a captured batch are not the package's, by its table of layers."""
 
-    # Primitives.
-
-    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        computed = self._by_package("full", x, y)
+    def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
+        if len(sink.parts) > 1:
+            summary, *_ = [self.accumulate(x, y, part) for part in sink.parts]
+            return summary
+        arguments: tuple[Any, ...] = ()
+        if isinstance(sink, ProductSink):
+            arguments = (sink.vectors[0],)
+        elif sink.quantity == "blocks":
+            arguments = (sink.groups,)
+        if isinstance(sink, DiagSink) and sink.bases is not None:
+            computed = None
+        else:
+            computed = self._by_package(sink.quantity, x, y, *arguments)
         if computed is None:
-            return self.native.full(x, y)
-        return computed.summary, computed.values.to(self.native.dtype).unsqueeze(0)
-
-    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
-        computed = self._by_package("full", x, y)
-        if computed is None:
-            return self.native.add_full(x, y, running)
-        running.add(computed.values.to(self.native.dtype).unsqueeze(0))
+            return self.native.accumulate(x, y, sink)
+        sink.put(self._form_of(sink, computed, x, y))
         return computed.summary
 
-    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        computed = None if bases is not None else self._by_package("diag", x, y)
-        if computed is None:
-            return self.native.diag(x, y, bases)
-        parts: dict[int, Tensor] = {i: values.to(self.native.dtype) for i, values in computed.values.items()}
+    def _form_of(self, sink: Sink, computed: _Computed, x: Inputs, y: Tensor) -> Any:
+        """Values of a package as a sink takes them, with those of tensors that are the native engine's."""
+        values, dtype = computed.values, self.dtype
+        if isinstance(sink, BlockSink):
+            blocks = [values] if sink.quantity == "full" else values
+            return [block.to(dtype).unsqueeze(0) for block in blocks]
+        if isinstance(sink, ProductSink):
+            return values.unsqueeze(0).to(sink.vectors)
+        return self._diagonal(computed, x, y) if isinstance(sink, DiagSink) else self._factors(computed, x, y)
+
+    def _diagonal(self, computed: _Computed, x: Inputs, y: Tensor) -> Tensor:
+        parts: dict[int, Tensor] = {i: values.to(self.dtype) for i, values in computed.values.items()}
         if computed.rest:
             rest = self._native_of(computed.rest)
             values = rest.diag(x, y)[1][0]
             parts |= dict(zip(computed.rest, rest.problem.layout.split(values), strict=True))
-        return computed.summary, torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
+        return torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
 
-    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        computed = self._by_package("kron", x, y)
-        if computed is None:
-            return self.native.kron(x, y)
+    def _factors(self, computed: _Computed, x: Inputs, y: Tensor) -> KronParts:
         factors: dict[str, Factor] = {}
         blocks: dict[int, KronBlock] = {}
         for i, layer in computed.values.items():
@@ -309,30 +316,7 @@ class PackageEngine(CurvatureEngine):
             parts = self._native_of(computed.rest).kron(x, y)[1]
             factors |= {_renamed(key, computed.rest): factor for key, factor in parts.every.items()}
             blocks |= {i: _moved(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)}
-        return computed.summary, KronParts.made_of(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
-
-    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        computed = self._by_package("blocks", x, y, groups)
-        if computed is None:
-            return self.native.blocks(x, y, groups)
-        return computed.summary, tuple(block.to(self.native.dtype).unsqueeze(0) for block in computed.values)
-
-    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
-        computed = self._by_package("blocks", x, y, groups)
-        if computed is None:
-            return self.native.add_blocks(x, y, groups, running)
-        for values, total in zip(computed.values, running, strict=True):
-            total.add(values.to(self.native.dtype).unsqueeze(0))
-        return computed.summary
-
-    def matmul(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
-    ) -> tuple[BatchSummary, Tensor]:
-        computed = self._by_package("matmul", x, y, vectors[0])
-        if computed is None:
-            return self.native.matmul(x, y, vectors, running)
-        values = computed.values.unsqueeze(0).to(vectors)
-        return computed.summary, values if running is None else running.add_(values)
+        return KronParts.made_of(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
 
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
@@ -350,7 +334,7 @@ class PackageEngine(CurvatureEngine):
             yield from self.native.jacobian(x)
             return
         n_data, outputs = watched.f.shape
-        per_datum = outputs * self.problem.layout.n_params * self.native.dtype.itemsize
+        per_datum = outputs * self.problem.layout.n_params * self.dtype.itemsize
         step = max(1, self.native.memory_budget // per_datum)
 
         def jacobian_of(part: slice) -> tuple[Inputs, Tensor, Tensor | None]:
@@ -363,7 +347,7 @@ class PackageEngine(CurvatureEngine):
             if values is None:
                 yield from self.native.jacobian(some)
             else:
-                yield Jacobian.from_dense(values.to(self.native.dtype), self.problem.layout.sizes), f
+                yield Jacobian.from_dense(values.to(self.dtype), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
         if not self._reasons:
@@ -470,7 +454,7 @@ class PackageEngine(CurvatureEngine):
 
     def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
         """Factors of a tensor by key, restricted to the random entries, under the keys of the native engine."""
-        dtype, size = self.native.dtype, self.problem.slots[slot].size
+        dtype, size = self.dtype, self.problem.slots[slot].size
         picked = self.problem.slots[slot].selection
         output, inputs = layer.output.to(dtype), None if layer.inputs is None else layer.inputs.to(dtype)
         if picked is not None:

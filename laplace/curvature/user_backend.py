@@ -13,13 +13,12 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import is_ours
-from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
+from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
-from laplace.engines.native.sinks import BlockSum, DiagSum, FullSum
+from laplace.engines.sinks import BatchForm, KronSink, Sink
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian, chosen
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
 
 if TYPE_CHECKING:
@@ -67,85 +66,29 @@ class UserBackendEngine(CurvatureEngine):
         self.methods = methods
         self.call_options = options
         self.generator = builtin.generator
-        self.dtype = torch.promote_types(builtin.problem.dtype, torch.float32)
 
-    # Primitives.
-
-    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        if "full" in self.methods:
-            return self._users_full(x, y)
-        total = MatrixSum(self.problem.layout.n_params)
-        return self.add_full(x, y, total), total.complete().to(self.dtype)
-
-    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
-        if "full" in self.methods:
-            summary, values = self._users_full(x, y)
-            running.add(values)
+    def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
+        if len(sink.parts) > 1:
+            summary, *_ = [self.accumulate(x, y, part) for part in sink.parts]
             return summary
-        if not self._gives_columns:
-            return self.builtin.add_full(x, y, running)
-        summary, blocks = self._weighted(x, y)
-        FullSum(range(len(self.problem.slots)), self.problem, 1, running).add(blocks, 0)
-        return summary
-
-    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        if "diag" in self.methods and bases is None:
-            with users_call(self.problem.module):
-                loss, values = self.backend.diag(x, y, **self.call_options)
-            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(
-                0
-            ).clone()  # batches are added to it
-        if self._gives_columns:
-            total = DiagSum(self.problem, 1, self.dtype, bases)
-            summary, blocks = self._weighted(x, y)
-            total.add(blocks, 0)
-            return summary, total.values
-        if "full" in self.methods:
-            if bases is not None:
-                raise self._no_way("an eigenvalue correction")
-            summary, values = self._users_full(x, y)
-            return summary, values.diagonal(dim1=1, dim2=2).clone()  # the same
-        return self.builtin.diag(x, y, bases)
-
-    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        if "kron" not in self.methods:
-            return self.builtin.kron(x, y)
-        n_data = batches.size(x, self.backend.dict_key_x)
-        with users_call(self.problem.module):
-            loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
-        return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
-
-    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        if not self._gives_columns and "full" in self.methods:
-            summary, values = self._users_full(x, y)
-            slices = self.problem.layout.slices
-            inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
-            return summary, tuple(values[:, at.to(values.device)][:, :, at.to(values.device)] for at in inside)
-        sums = [MatrixSum(sum(self.problem.layout.sizes[i] for i in group)) for group in groups]
-        return self.add_blocks(x, y, groups, sums), tuple(total.complete().to(self.dtype) for total in sums)
-
-    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
-        if self._gives_columns:
-            summary, columns = self._weighted(x, y)
-            BlockSum(groups, self.problem, 1, running).add(columns, 0)
+        if sink.quantity in self.methods:
+            summary, values = {"full": self._users_full, "diag": self._users_diag, "kron": self._users_kron}[
+                sink.quantity
+            ](x, y)
+            sink.put([values] if sink.quantity == "full" else values)
             return summary
-        if "full" not in self.methods:
-            return self.builtin.add_blocks(x, y, groups, running)
-        return super().add_blocks(x, y, groups, running)
-
-    def matmul(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
-    ) -> tuple[BatchSummary, Tensor]:
+        if isinstance(sink, KronSink):
+            return self.builtin.accumulate(x, y, sink)
         if self._gives_columns:
             summary, blocks = self._weighted(x, y)
-            columns = torch.cat([blocks[i].dense() for i in sorted(blocks)], 2).flatten(0, 1).to(vectors)  # [K·B, P]
-            products = (vectors @ columns.T) @ columns
-        elif "full" in self.methods:
-            summary, values = self._users_full(x, y)
-            products = vectors @ values.to(vectors)
-        else:
-            return self.builtin.matmul(x, y, vectors, running)
-        return summary, products if running is None else running.add_(products)
+            sink.begin(BatchForm(self.problem, 1, self.dtype, self.dtype))
+            sink.add(blocks, 0)
+            return summary
+        if "full" in self.methods:
+            summary, matrix = self._users_full(x, y)
+            sink.put_matrix(matrix, self.problem.layout, type(self.backend).__name__)
+            return summary
+        return self.builtin.accumulate(x, y, sink)
 
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
@@ -211,6 +154,18 @@ class UserBackendEngine(CurvatureEngine):
             loss, values = self.backend.full(x, y)
         return self._summary(x, y, loss), self._shaped("full", values, 2).unsqueeze(0)
 
+    def _users_diag(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
+        with users_call(self.problem.module):
+            loss, values = self.backend.diag(x, y, **self.call_options)
+        values = self._shaped("diag", values, 1).unsqueeze(0)
+        return self._summary(x, y, loss), values.clone()  # batches are added to it
+
+    def _users_kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        n_data = batches.size(x, self.backend.dict_key_x)
+        with users_call(self.problem.module):
+            loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
+        return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
+
     def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
         return summarised(self, x, y, loss, f"backend={self.name}")
 
@@ -242,12 +197,6 @@ class UserBackendEngine(CurvatureEngine):
                     f"{slot.name!r}, of which {slot.size} are random."
                 )
         return KronParts.of([[side.to(self.dtype) for side in kfac] for kfac in kfacs], n_data)
-
-    def _no_way(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{type(self.backend).__name__} gives a full curvature only, from which {what} does not follow; define "
-            "`jacobians` as well, or use backend=NativeGGN."
-        )
 
 
 def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:

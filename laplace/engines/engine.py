@@ -17,10 +17,10 @@ from laplace.core.checks import require, where_not_finite
 from laplace.core.inference import kept_for_later
 from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import OutputRows
-from laplace.engines.kron_parts import KronParts, KronSketch, Probe
+from laplace.engines.kron_parts import KronParts
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import Bases, BlockSink, DiagSink, FullSink, Groups, KronSink, ProductSink, Sink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
@@ -172,23 +172,6 @@ def same_count(first: float, second: float) -> bool:
     return abs(first - second) <= _ROUNDING * max(1.0, abs(first))
 
 
-Bases = Sequence["Basis"]
-"""An orthogonal basis per random parameter."""
-
-
-class Basis(Protocol):
-    """An orthogonal basis of the entries of one tensor, or of a subspace of them."""
-
-    @property
-    def size(self) -> int:
-        """Number of its vectors; without any, the tensor is left out."""
-        ...
-
-    def project(self, block: Block) -> Block:
-        """A Jacobian block in this basis."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class OutputCurvature:
     """Curvature of the loss with respect to the outputs of a batch.
@@ -233,6 +216,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         options: Sampling, Kronecker factors, and how much is computed at once.
 
     Attributes:
+        dtype: Curvature dtype, at least float32.
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
@@ -261,6 +245,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.problem = problem
         self.likelihood = likelihood
         self.options = options
+        self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self.split_outputs = options.split_outputs
         self.seen = HeadMemory()
         self._seen = False
@@ -310,60 +295,48 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
             self.judge(f.detach(), y)
         return y
 
-    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
+    def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
+        """Adds the unit curvature of a batch to a sum.
 
-        With bases it has one entry for every vector of them. The tensor is the caller's, who adds further batches.
+        Args:
+            x: Inputs.
+            y: Targets.
+            sink: What the structure sums.
+
+        Raises:
+            UnsupportedError: The engine does not compute that quantity.
         """
-        raise self._refusal("diag" if bases is None else "diag in a basis")
+        raise self._refusal(sink.quantity)
 
-    def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:
-        """Adds the diagonal of the unit curvature of a batch to a running sum `[E, P]`; here that of `diag`."""
-        summary, values = self.diag(x, y, bases)
-        running += values
-        return summary
+    # Quantities of one batch by themselves: tensors are the caller's.
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""
+        sink = DiagSink(bases)
+        return self.accumulate(x, y, sink), sink.values
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
         """Kronecker factors of the unit curvature of a batch."""
-        raise self._refusal("kron")
-
-    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
-        """Products of the Kronecker factors of a batch with the matrices of a probe, and its diagonal if asked.
-
-        Here from the factors themselves, which an engine that can do without need not form.
-        """
-        summary, parts = self.kron(x, y)
-        return summary, KronSketch(parts.times(probe), self.diag(x, y)[1] if diagonal else None)
+        sink = KronSink()
+        return self.accumulate(x, y, sink), sink.result()
 
     def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         """Unit curvature of a batch, `[E, P, P]`."""
-        raise self._refusal("full")
-
-    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
-        """Adds the unit curvature of a batch to a running sum; here the matrix of `full`."""
-        summary, values = self.full(x, y)
-        running.add(values)
-        return summary
+        sums = MatrixSum(self.problem.layout.n_params)
+        return self.accumulate(x, y, FullSink(len(self.problem.slots), sums)), sums.complete().to(self.dtype)
 
     def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         """Blocks of the unit curvature of groups of tensors, `[E, p, p]` each."""
-        raise self._refusal("blocks")
+        sums = [MatrixSum(sum(self.problem.layout.sizes[i] for i in group)) for group in groups]
+        summary = self.accumulate(x, y, BlockSink(groups, sums))
+        return summary, tuple(running.complete().to(self.dtype) for running in sums)
 
-    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
-        """Adds the blocks of a batch to a running sum of each; here those of `blocks`."""
-        summary, blocks = self.blocks(x, y, groups)
-        for values, total in zip(blocks, running, strict=True):
-            total.add(values)
-        return summary
+    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
+        """Products `[E, R, P]` of the unit curvature of a batch with vectors `[E, R, P]` (`[1, R, P]`: for all)."""
+        sink = ProductSink(vectors)
+        return self.accumulate(x, y, sink), sink.products
 
-    def matmul(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
-    ) -> tuple[BatchSummary, Tensor]:
-        """Products `[E, R, P]` of the unit curvature of a batch with vectors `[E, R, P]` (`[1, R, P]`: for all).
-
-        With a running sum they are added in place, so that no second block of long vectors is held.
-        """
-        raise self._refusal("matmul")
+    # Others.
 
     def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         """Λ of a batch, with unit curvature Σ Jᵀ Λ J."""
@@ -420,9 +393,6 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
             "needs; use backend=NativeGGN, the default, or another structure."
         )
 
-
-Groups = tuple[tuple[int, ...], ...]
-"""Indices of the random parameters whose entries share a dense block."""
 
 _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
     **{name: name for name in ("diag", "kron", "full")},

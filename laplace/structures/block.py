@@ -16,6 +16,7 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import BlockSink
 from laplace.errors import InvalidArgument
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.structures import algebra
@@ -118,7 +119,8 @@ class BlockCurvature(AdditiveCurvature):
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, BlockCurvature]:
         """The batch is added to the sums in place, so that no second ones are held."""
-        return engine.add_blocks(x, y, self.groups, self.sums), BlockCurvature(self.sums, self.groups)
+        summary = engine.accumulate(x, y, BlockSink(self.groups, self.sums))
+        return summary, BlockCurvature(self.sums, self.groups)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:

@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
+from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidData
 from laplace.structures import fields
 from laplace.structures.base import DataPass, require_finite, those_known
@@ -33,10 +34,9 @@ class Correction(DataPass):
         self.corrected = corrected
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        if self.corrected is None:
-            summary, self.corrected = self.engine.diag(x, y, bases=self.bases)
-        else:
-            summary = self.engine.add_diag(x, y, self.corrected, self.bases)
+        sink = DiagSink(self.bases, self.corrected)
+        summary = self.engine.accumulate(x, y, sink)
+        self.corrected = sink.values
         require_finite(all_finite([self.corrected]))
         return summary
 

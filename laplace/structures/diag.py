@@ -14,6 +14,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import DiagSink
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.base import Curvature
@@ -67,7 +68,7 @@ class DiagCurvature(AdditiveCurvature):
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, DiagCurvature]:
         """The batch is added to the sum in place, so that no second one is held."""
-        return engine.add_diag(x, y, self.values), self
+        return engine.accumulate(x, y, DiagSink(values=self.values)), self
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:

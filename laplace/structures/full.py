@@ -20,6 +20,7 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import root_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import FullSink
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -76,7 +77,8 @@ class FullCurvature(AdditiveCurvature):
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
         """The batch is added to the sum in place, so that no second one is held."""
-        return engine.add_full(x, y, self.sums), FullCurvature(self.sums)
+        sink = FullSink(len(engine.problem.slots), self.sums)
+        return engine.accumulate(x, y, sink), FullCurvature(self.sums)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:

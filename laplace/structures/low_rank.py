@@ -22,6 +22,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import ProductSink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.structures import fields, subspace
@@ -299,7 +300,9 @@ class _Reading(DataPass):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         if self.measures_trace:
             self._add_trace(x, y)
-        summary, self.products = self.engine.matmul(x, y, self.basis, self.products)
+        sink = ProductSink(self.basis, self.products)
+        summary = self.engine.accumulate(x, y, sink)
+        self.products = sink.products
         require_finite(self.products.sum().isfinite())
         return summary
 

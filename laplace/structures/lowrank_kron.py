@@ -30,6 +30,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import DiagSink, KronSink, PairOfSinks
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import fields, kronecker_eigenvectors
 from laplace.structures.algebra import Recent
@@ -255,7 +256,9 @@ class _Products(DataPass):
         self.products: KronParts | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.sums_diagonal)
+        sides, exact = KronSink(self.probe), DiagSink()
+        summary = self.engine.accumulate(x, y, PairOfSinks(sides, exact) if self.sums_diagonal else sides)
+        sketch = KronSketch(sides.result(), exact.values if self.sums_diagonal else None)
         require_finite(fields.is_finite(sketch))
         if sketch.diagonal is not None:
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal

@@ -33,13 +33,13 @@ def test_both_ways_are_the_product_with_the_dense_curvature(
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes the number of vectors of every product by a graph."""
     seen: list[int] = []
-    original = OuterEngine._times_by_graph
+    original = OuterEngine._add_products_by_autograd
 
-    def noted(self: OuterEngine, x: Any, y: Any, vectors: Any, running: Any) -> Any:
-        seen.append(vectors.shape[1])
-        return original(self, x, y, vectors, running)
+    def noted(self: OuterEngine, x: Any, y: Any, sink: Any) -> Any:
+        seen.append(sink.vectors.shape[1])
+        return original(self, x, y, sink)
 
-    monkeypatch.setattr(OuterEngine, "_times_by_graph", noted)
+    monkeypatch.setattr(OuterEngine, "_add_products_by_autograd", noted)
     return seen
 
 

@@ -71,7 +71,6 @@ class NativeEngine(CurvatureEngine):
         super().__init__(problem, likelihood, options)
         self.memory_budget = options.memory_budget
         self.max_passes = options.max_passes
-        self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
         self._observed = self._unwatchable = False
         self._plans: dict[object, Plan] = {}

@@ -1,22 +1,14 @@
-"""The cotangents of a batch, few at a time: roots of output Hessians, and columns of single positions.
+"""The kinds of native curvature: generalised Gauss–Newton, empirical Fisher and Hessian.
 
-Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch.
-
-The cotangents u decide which: a root of the output Hessian gives the GGN, gradients at sampled targets its Monte-Carlo
-estimate, gradients of the loss the empirical Fisher.
-
-
-The generalised Gauss–Newton matrix, exact or sampled.
-
-The empirical Fisher, a sum of outer products of gradients.
-
-The exact Hessian of the negative log likelihood, by differentiating twice; it may be indefinite.
+The first two are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch. The
+cotangents u decide which: a root of the output Hessian gives the GGN, gradients at sampled targets its Monte-Carlo
+estimate, gradients of the loss the empirical Fisher. The exact Hessian comes by differentiating twice.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,17 +20,14 @@ from laplace.core.batch import Inputs
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
 from laplace.core.random_numbers import standard_normal
-from laplace.engines.engine import Bases, BatchSummary, EngineOptions, Groups, OutputCurvature, detached
-from laplace.engines.kron_parts import KronParts, KronSketch, Probe
+from laplace.engines.engine import BatchSummary, EngineOptions, OutputCurvature, detached
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.forward import ForwardPass, Plan
+from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.products import HessianProduct, Linearised, add_rows
 from laplace.engines.native.proof import TOLERANCE, first_of_use
-from laplace.engines.native.sinks import BlockSum, DiagSum, FullSum, KronSum, Origin, ProductSum
+from laplace.engines.sinks import BatchForm, BlockSink, BlockSource, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.heads import Head, as_head
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.observed import Observed
 from laplace.likelihoods.output_hessian import OutputHessian, columns_of
@@ -46,8 +35,8 @@ from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 
-class Columns(Protocol):
-    """Columns u_k, `[K, B, C]`: a tensor, or what makes slices of one as they are asked for."""
+class Cotangents(Protocol):
+    """Cotangents u_k, `[K, B, C]`: a tensor, or what makes slices of one as they are asked for."""
 
     def __len__(self) -> int: ...
 
@@ -55,7 +44,7 @@ class Columns(Protocol):
 
 
 @dataclass(frozen=True)
-class RootColumns:
+class RootCotangents:
     """Columns of a root of structured Hessians, of which all together hold B·C² numbers.
 
     Attributes:
@@ -65,7 +54,7 @@ class RootColumns:
     hessian: OutputHessian
 
     @classmethod
-    def of(cls, hessian: OutputHessian) -> Columns:
+    def of(cls, hessian: OutputHessian) -> Cotangents:
         """The columns of any Λ; a root of a dense one is found by factorising it, once."""
         return cls(hessian) if hessian.dense is None else hessian.root()
 
@@ -76,7 +65,7 @@ class RootColumns:
         return self.hessian.root(part)
 
 
-class RowColumns:
+class PositionCotangents:
     """Columns `[K, B·T, C]`, of which every row has its own, as cotangents `[K', B, T·C]` of the whole outputs.
 
     A curvature that is a sum over rows needs their columns apart: column (t, k) is column k at position t and zero at
@@ -116,24 +105,16 @@ class RowColumns:
         return whole.transpose(1, 2).reshape(len(index), b, t * c)
 
 
-class _Sum(Protocol):
-    """A sum that `_accumulate` adds to; a diagonal takes heads in any basis, the others in that of the outputs."""
-
-    def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
-
-    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None: ...
-
-
 class OuterEngine(NativeEngine):
     """Curvature Σ_kb (J_bᵀ u_kb)(J_bᵀ u_kb)ᵀ, without `[B, C, P]`.
 
     The arguments are those of `NativeEngine`.
     """
 
-    _by_graph = False  # for products with vectors, as a first batch has decided
+    _products_by_autograd = False  # for products with vectors, as a first batch has decided
 
     @abstractmethod
-    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Cotangents:
         """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ.
 
         Args:
@@ -146,65 +127,20 @@ class OuterEngine(NativeEngine):
         """Output Hessian of which a head needs no root, or None where only cotangents are known."""
         return None
 
-    # Primitives.
-
-    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+    def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
+        if isinstance(sink, ProductSink):
+            return self._add_products(x, y, sink)
         batch, targets = self.observe(x, y)
-        total = DiagSum(self.problem, self._n_terms(batch.f), self.dtype, bases)
-        return self._add_diag(batch, targets, total), total.values
-
-    def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:
-        batch, targets = self.observe(x, y)
-        return self._add_diag(batch, targets, DiagSum(self.problem, len(running), self.dtype, bases, running))
-
-    def _add_diag(self, batch: ForwardPass, targets: Observed, total: DiagSum) -> BatchSummary:
-        heads = batch.head_blocks(batch.heads())
-        in_basis = {i: as_head(total.in_basis(i, block)) for i, block in heads.items()}
-        self._accumulate(batch, targets, total, heads={i: head for i, head in in_basis.items() if head is not None})
+        self._add(batch, targets, sink)
         return self.summary(batch.f, targets)
 
-    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        total = MatrixSum(self.problem.layout.n_params)
-        return self.add_full(x, y, total), total.complete().to(self.dtype)
-
-    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
-        batch, targets = self.observe(x, y)
-        slots = range(len(batch.plan))
-        total = FullSum(slots, self.problem, self._n_terms(batch.f), running)
-        heads = batch.head_blocks(batch.heads())
-        self._accumulate(batch, targets, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
-        return self.summary(batch.f, targets)
-
-    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        sizes = self.problem.layout.sizes
-        sums = [MatrixSum(sum(sizes[i] for i in group)) for group in groups]
-        return self.add_blocks(x, y, groups, sums), tuple(total.complete().to(self.dtype) for total in sums)
-
-    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
-        batch, targets = self.observe(x, y)
-        total = BlockSum(groups, self.problem, self._n_terms(batch.f), running)
-        heads = set(batch.heads())
-        whole = [i for group in groups if heads.issuperset(group) for i in group]
-        self._accumulate(batch, targets, total, heads=batch.head_blocks(whole), groups=groups)
-        return self.summary(batch.f, targets)
-
-    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        batch, targets = self.observe(x, y)
-        total = self._kron_sum(batch, targets, None)
-        self._accumulate(batch, targets, total, heads=batch.head_blocks(batch.heads()))
-        return self.summary(batch.f, targets), total.result()
-
-    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
-        batch, targets = self.observe(x, y)
-        sides, exact = self._kron_sum(batch, targets, probe), DiagSum(self.problem, self._n_terms(batch.f), self.dtype)
-        total = _Both(sides, exact) if diagonal else sides
-        self._accumulate(batch, targets, total, heads=batch.head_blocks(batch.heads()))
-        return self.summary(batch.f, targets), KronSketch(sides.result(), exact.values if diagonal else None)
-
-    def _kron_sum(self, batch: ForwardPass, targets: Observed, probe: Probe | None) -> KronSum:
-        reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(batch.f)
-        origins = _origins(batch.plan, self._input_weights(batch, targets))
-        return KronSum(self.problem, terms, self.dtype, origins, reduce=reduce, probe=probe)
+    def _sources(self, batch: ForwardPass, targets: Observed) -> list[BlockSource]:
+        """The use that the block of every tensor comes from, and the weights of the data there."""
+        uses = zip(first_of_use(batch.plan), batch.plan, self._input_weights(batch, targets), strict=True)
+        return [
+            BlockSource(str(first), len(rule.uses) == 1 or rule.routed, rule.description == "unused", own)
+            for first, rule, own in uses
+        ]
 
     def _input_weights(self, batch: ForwardPass, targets: Observed) -> list[Tensor | None]:
         """Weights of the data among the inputs of each tensor's layer; None for ones.
@@ -222,23 +158,17 @@ class OuterEngine(NativeEngine):
         sums, counts = (values.view(batch.n_data, -1).sum(1) for values in (weights * present, present))
         return [rows if batch.by_row(i) else sums / counts.clamp(min=1) for i in range(len(batch.plan))]
 
-    def matmul(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
-    ) -> tuple[BatchSummary, Tensor]:
-        batch = self._explained(x, vectors.shape[1])
+    def _add_products(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
+        batch = self._forward_with_factors(x, sink.vectors.shape[1])
         if batch is None:
-            return self._times_by_graph(x, y, vectors, running)
+            return self._add_products_by_autograd(x, y, sink)
         targets = self.targets(batch.f, y, batch.positions)
-        total = torch.zeros_like(vectors) if running is None else running
-        vectors, mixed = vectors[0].to(batch.dtype), batch.dtype != self.dtype
-        product = ProductSum(self.problem.layout, vectors, total[0], mixed=mixed)
-        slots, heads = tuple(range(len(batch.plan))), batch.head_blocks(batch.heads())
-        self._accumulate(batch, targets, product, heads=heads if len(heads) == len(slots) else {}, groups=(slots,))
-        return self.summary(batch.f, targets), total
+        self._add(batch, targets, sink)
+        return self.summary(batch.f, targets)
 
-    def _explained(self, x: Inputs, count: int) -> ForwardPass | None:
+    def _forward_with_factors(self, x: Inputs, count: int) -> ForwardPass | None:
         """A forward pass, if rules of layers explain all tensors and products with vectors are less work by factors."""
-        if self._by_graph or self.split_outputs or self.problem.processes is not None:
+        if self._products_by_autograd or self.split_outputs or self.problem.processes is not None:
             return None
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._capture(detached(x))
@@ -251,21 +181,18 @@ class OuterEngine(NativeEngine):
                 if self._outline(batch).multiplies_by_factors(count):
                     self._remember(self._form(capture, x), plan)
                     return batch
-        self._by_graph = True
+        self._products_by_autograd = True
         return None
 
-    def _times_by_graph(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None
-    ) -> tuple[BatchSummary, Tensor]:
+    def _add_products_by_autograd(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
         """Products with vectors by a graph that is differentiated in both directions, whatever the layers are."""
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             f = capture.rows.detach()
             targets = self.targets(f, y, capture.positions)
-            linear, inner = Linearised(self.problem, capture), _Inner.of(self, f, targets)
-            step = self.per_call(capture, vectors.shape[1])
-            vectors = vectors.expand(self._n_terms(f), -1, -1)
-            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            linear, inner = Linearised(self.problem, capture), _OutputMatrix.of(self, f, targets)
+            step = self.per_call(capture, sink.vectors.shape[1])
+            vectors, total = sink.prepared(self._n_terms(f))
             for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
 
                 def product(part: slice, rows: Tensor = rows, term: int | None = term) -> list[Tensor | None]:
@@ -275,7 +202,7 @@ class OuterEngine(NativeEngine):
 
                 for part, pulled in in_slices(len(rows), step, product, VECTOR):
                     add_rows(self.problem, pulled, sums[part])
-        return self.summary(f, targets), total
+        return self.summary(f, targets)
 
     def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         batch, targets = self.observe(x, y)
@@ -287,28 +214,25 @@ class OuterEngine(NativeEngine):
         n_positions = batch.capture.n_positions if batch.positions else 1
         return self.summary(batch.f, targets), OutputCurvature(hessian, n_positions)
 
-    def _accumulate(
-        self, batch: ForwardPass, targets: Observed, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
-    ) -> None:
+    def _add(self, batch: ForwardPass, targets: Observed, sink: Sink) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
 
         Of outputs with positions, rows are the data of tensors that allow it (`JacobianRule.by_row`), and ignored ones
         are left out; other tensors get cotangents of their own for every position.
-
-        Args:
-            batch: The batch.
-            targets: Checked targets.
-            total: What to add to.
-            heads: Blocks of heads.
-            groups: Tensors that `total` needs in one form.
         """
+        form = BatchForm(
+            self.problem, self._n_terms(batch.f), self.dtype, batch.dtype, self.options.kfac_approx == "reduce",
+            lambda: self._sources(batch, targets),
+        )  # fmt: skip
+        sink.begin(form)
+        heads, groups = sink.heads(batch.head_blocks(batch.heads())), sink.groups
         counted = self._counted(batch, targets)
         f = batch.f if counted is None else batch.f[counted]
         hessian = self.output_hessian(f, targets.at(counted))
         if hessian is None:
             heads = {}
         elif heads:
-            total.add_head(heads if counted is None else {i: head.at(counted) for i, head in heads.items()}, hessian)
+            sink.add_head(heads if counted is None else {i: head.at(counted) for i, head in heads.items()}, hessian)
         rest = [i for i in range(len(batch.plan)) if i not in heads]
         if not rest:
             return
@@ -324,40 +248,25 @@ class OuterEngine(NativeEngine):
                 return batch.row_blocks(columns[part].to(batch.f.dtype), only=simple)
 
             for part, blocks in in_slices(len(columns), step, computed, COTANGENT):
-                total.add(
+                sink.add(
                     blocks if counted is None else {i: block.at(counted) for i, block in blocks.items()}, part.start
                 )
         if mixed:
-            self._accumulate_mixed(batch, columns, step, [i for i in rest if i in mixed], total)
+            self._add_mixed(batch, columns, step, [i for i in rest if i in mixed], sink)
 
     def _counted(self, batch: ForwardPass, targets: Observed) -> Tensor | None:
         """Rows that are not ignored, `[n]`; None for all."""
         return rows_that_count(targets.y, batch.positions, self.likelihood.ignore_index)
 
-    def _accumulate_mixed(self, batch: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
+    def _add_mixed(self, batch: ForwardPass, columns: Cotangents, step: int, only: list[int], sink: Sink) -> None:
         """Adds the curvature of tensors that take cotangents of their own for every position."""
-        apart = RowColumns(columns[:].to(batch.f.dtype), batch.n_data, apart=self.apart)
+        apart = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, apart=self.apart)
         self.check_passes(len(apart), "a fit")
         for part, blocks in in_slices(len(apart), step, lambda part: batch.blocks(apart[part], only), COTANGENT):
-            total.add(blocks, part.start)
+            sink.add(blocks, part.start)
 
 
-class _Both:
-    """Two sums of the same blocks: one backward pass for both."""
-
-    def __init__(self, first: KronSum, second: DiagSum) -> None:
-        self.sums = first, second
-
-    def add(self, blocks: Mapping[int, Block], first: int) -> None:
-        for part in self.sums:
-            part.add(blocks, first)
-
-    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
-        for part in self.sums:
-            part.add_head(blocks, hessian)
-
-
-class _Inner:
+class _OutputMatrix:
     """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built.
 
     Args:
@@ -370,7 +279,7 @@ class _Inner:
         self.columns = columns
 
     @classmethod
-    def of(cls, engine: OuterEngine, f: Tensor, targets: Observed) -> _Inner:
+    def of(cls, engine: OuterEngine, f: Tensor, targets: Observed) -> _OutputMatrix:
         """That of an engine on a batch."""
         hessian = engine.output_hessian(f, targets)
         return cls(hessian, None if hessian is not None else engine.cotangents(f, targets)[:])
@@ -393,14 +302,6 @@ class _Inner:
         return torch.einsum("kbc,rkb->rbc", columns, weights)
 
 
-def _origins(plan: Plan, weights: Sequence[Tensor | None]) -> list[Origin]:
-    """The use that the block of every tensor comes from, and the weights of the data there."""
-    return [
-        Origin(str(first), single=len(rule.uses) == 1 or rule.routed, unused=rule.description == "unused", weights=own)
-        for first, rule, own in zip(first_of_use(plan), plan, weights, strict=True)
-    ]
-
-
 class GGNEngine(OuterEngine):
     """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
 
@@ -417,11 +318,11 @@ class GGNEngine(OuterEngine):
         super().__init__(problem, likelihood, options)
         self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
 
-    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Cotangents:
         if self.options.stochastic:
             draws = targets.sample_gradients(f.to(self.dtype), self.options.num_samples, self.generator)
             return draws / self.options.num_samples**0.5
-        return RootColumns.of(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
+        return RootCotangents.of(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
 
     def n_columns(self, f: Tensor) -> int:
         if self.options.stochastic:
@@ -467,9 +368,23 @@ class HessianEngine(NativeEngine):
     kind = "hessian"
     name = "NativeHessian"
 
-    def matmul(
-        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
-    ) -> tuple[BatchSummary, Tensor]:
+    def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
+        if isinstance(sink, ProductSink):
+            return self._add_products(x, y, sink)
+        if isinstance(sink, BlockSink):
+            return self._add_blocks(x, y, sink)
+        if not isinstance(sink, DiagSink):
+            return super().accumulate(x, y, sink)
+        if sink.bases is not None:
+            raise UnsupportedError(
+                "the exact Hessian has no eigenvalue correction; use backend=NativeGGN, or hessian_structure='full'."
+            )
+        entries = torch.arange(self.problem.layout.n_params)
+        summary, values = self._rows(x, y, entries, lambda rows, at: rows[:, torch.arange(len(at)), at])
+        sink.put(values)
+        return summary
+
+    def _add_products(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             with torch.enable_grad():
@@ -477,9 +392,8 @@ class HessianEngine(NativeEngine):
                 targets = self.targets(f.detach(), y, capture.positions)
                 losses = targets.loss_terms(f)
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
-            step = self.per_call(capture, vectors.shape[1])
-            vectors = vectors.expand(len(losses), -1, -1)
-            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            step = self.per_call(capture, sink.vectors.shape[1])
+            vectors, total = sink.prepared(len(losses))
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
                 product = HessianProduct(self.problem, capture, loss)
                 self._require_symmetric(product)
@@ -488,7 +402,7 @@ class HessianEngine(NativeEngine):
                 )
                 for part, rows in products:
                     add_rows(self.problem, rows, sums[part])
-        return self.summary(capture.rows.detach(), targets), total
+        return self.summary(capture.rows.detach(), targets)
 
     def _require_symmetric(self, product: HessianProduct) -> None:
         """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.
@@ -509,24 +423,12 @@ class HessianEngine(NativeEngine):
                 "backend=NativeGGN, which takes first derivatives only, or write that operation in other terms."
             )
 
-    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        n_params = self.problem.layout.n_params
-        summary, rows = self._rows(x, y, torch.arange(n_params), lambda rows, _: rows)
-        return summary, 0.5 * (rows + rows.transpose(1, 2))
-
-    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+    def _add_blocks(self, x: Inputs, y: Tensor, sink: BlockSink) -> BatchSummary:
         slices = self.problem.layout.slices
-        inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
+        inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in sink.groups]
         parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
-        return parts[0][0], tuple(0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts)
-
-    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        if bases is not None:
-            raise UnsupportedError(
-                "the exact Hessian has no eigenvalue correction; use backend=NativeGGN, or hessian_structure='full'."
-            )
-        entries = torch.arange(self.problem.layout.n_params)
-        return self._rows(x, y, entries, lambda rows, at: rows[:, torch.arange(len(at)), at])
+        sink.put([0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts])
+        return parts[0][0]
 
     def _rows(
         self, x: Inputs, y: Tensor, entries: Tensor, keep: Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,526 @@
+"""Sinks: what structures sum over batches, from blocks of a weighted Jacobian or from quantities of a whole batch.
+
+An engine adds to a sink what it computes: cotangents by cotangents, heads without a root of Λ, or what a package gives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.core.gram import group_product
+from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype
+from laplace.engines.kron_parts import (
+    DENSE_BLOCK_LIMIT,
+    UNUSED,
+    Factor,
+    KronBlock,
+    KronParts,
+    Probe,
+    ThinFactor,
+    added,
+    dense,
+)
+from laplace.errors import UnsupportedError
+from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.heads import Head, HeadBlock, as_head, unrotated
+from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.outer import FactoredBlock
+from laplace.jacobian.patches import Patches, as_tensor, gram_of
+from laplace.likelihoods.base import OutputHessian
+from laplace.weights.problem import Problem
+
+Groups = tuple[tuple[int, ...], ...]
+"""Indices of the random parameters whose entries share a dense block."""
+
+
+class Basis(Protocol):
+    """An orthogonal basis of the entries of one tensor, or of a subspace of them."""
+
+    @property
+    def size(self) -> int:
+        """Number of its vectors; without any, the tensor is left out."""
+        ...
+
+    def project(self, block: Block) -> Block:
+        """A Jacobian block in this basis."""
+        ...
+
+
+Bases = Sequence[Basis]
+"""An orthogonal basis per random parameter."""
+
+
+@dataclass(frozen=True)
+class BlockSource:
+    """The use that the block of a tensor comes from.
+
+    Attributes:
+        use: Key of the use: a weight and its bias share the output side of one use.
+        single: True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
+            uses are those of one layer in the factors of a large one.
+        unused: True if the batch does not need the tensor, so that another batch says in which form it is held.
+        weights: How often every datum counts on the input side, whose rows no cotangent weighs, `[B]`; None for once.
+    """
+
+    use: str
+    single: bool
+    unused: bool = False
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """What sinks need to know of a batch before its blocks.
+
+    Attributes:
+        problem: The random parameters.
+        n_terms: E, terms that are kept apart: one per output, or 1.
+        dtype: Curvature dtype.
+        block_dtype: Dtype of the blocks, another one where the network casts on the way.
+        reduce: KFAC-reduce (average positions before the outer product) instead of KFAC-expand.
+        sources: Gives the use that the block of every tensor comes from.
+    """
+
+    problem: Problem
+    n_terms: int
+    dtype: torch.dtype
+    block_dtype: torch.dtype
+    reduce: bool = False
+    sources: Callable[[], Sequence[BlockSource]] = tuple
+
+
+class Sink(ABC):
+    """A sum over the data that engines add batches to.
+
+    Attributes:
+        quantity: What it sums, as errors and packages name it.
+        groups: Tensors of which it needs all blocks at once.
+    """
+
+    quantity: str
+    groups: Groups = ()
+
+    @property
+    def parts(self) -> tuple[Sink, ...]:
+        """Sinks that can be filled one after the other."""
+        return (self,)
+
+    @abstractmethod
+    def begin(self, form: BatchForm) -> None:
+        """Is called before the blocks of every batch."""
+
+    @abstractmethod
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the outer products of weighted blocks, by tensor, whose cotangents begin at term `first`."""
+
+    @abstractmethod
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds Σ_b J_bᵀ Λ_b J_b of heads that `heads` gave, without a root of Λ."""
+
+    @abstractmethod
+    def put(self, values: Any) -> None:
+        """Adds the quantity of a whole batch, whose memory the sink may keep."""
+
+    def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
+        """Adds what follows from the full curvature of a batch, `[E, P, P]`.
+
+        Args:
+            matrix: The curvature.
+            layout: The random parameters.
+            name: Of the backend that gave it.
+
+        Raises:
+            UnsupportedError: Nothing does.
+        """
+        raise UnsupportedError(
+            f"{name} gives a full curvature only, from which {self.quantity} does not follow; define `jacobians` as "
+            "well, or use backend=NativeGGN."
+        )
+
+    def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
+        """The heads that it takes without a root of Λ: all, or those that make up whole groups."""
+        if not self.groups:
+            return heads
+        return {i: heads[i] for group in self.groups if heads.keys() >= set(group) for i in group}
+
+
+class DiagSink(Sink):
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor, of its number of vectors.
+
+    Args:
+        bases: U of every tensor, or None for the identity.
+        values: The sum to add to; None for zeros.
+    """
+
+    def __init__(self, bases: Bases | None = None, values: Tensor | None = None) -> None:
+        self.bases = bases
+        self._values = values
+        self._slices: tuple[slice, ...] = ()
+
+    @property
+    def quantity(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "diag" if self.bases is None else "diag in a basis"
+
+    @property
+    def values(self) -> Tensor:
+        """The sum, `[E, P]`."""
+        return torch.empty(0) if self._values is None else self._values
+
+    def begin(self, form: BatchForm) -> None:
+        sizes = form.problem.layout.sizes if self.bases is None else tuple(basis.size for basis in self.bases)
+        starts = tuple(accumulate(sizes, initial=0))
+        self._slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=False))
+        if self._values is None:
+            self._values = torch.zeros(form.n_terms, starts[-1], dtype=form.dtype, device=form.problem.device)
+
+    def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
+        """Those that are heads in their bases as well, in these."""
+        in_basis = {i: as_head(self._in_basis(i, block)) for i, block in heads.items()}
+        return {i: head for i, head in in_basis.items() if head is not None}
+
+    def _in_basis(self, slot: int, block: Block) -> Block:
+        return block if self.bases is None else self.bases[slot].project(block)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        for slot, block in blocks.items():
+            target = self.values[:, self._slices[slot]]
+            if not target.shape[1]:
+                continue
+            own = self._in_basis(slot, block)
+            if len(target) > 1:
+                _add_terms(target, own.squares_apart(), first)
+            else:
+                own.add_squares(target[0])
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        for slot, block in blocks.items():
+            apart = len(self.values) > 1
+            self.values[:, self._slices[slot]].add_(block.ggn_diagonal(hessian, apart=apart))
+
+    def put(self, values: Tensor) -> None:
+        self._values = values if self._values is None else self._values.add_(values)
+
+    def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
+        if self.bases is not None:
+            super().put_matrix(matrix, layout, name)
+        self.put(matrix.diagonal(dim1=1, dim2=2).clone())
+
+
+class BlockSink(Sink):
+    """Full curvatures of groups of tensors, `[E, p, p]` each, in float64.
+
+    Args:
+        groups: Indices of the tensors that share a block, whose entries follow each other there.
+        sums: The sum of every group to add to.
+    """
+
+    quantity = "blocks"
+
+    def __init__(self, groups: Groups, sums: Sequence[MatrixSum]) -> None:
+        self.groups = groups
+        self.sums = sums
+        self._n_terms = 1
+        self._like = torch.empty(0)
+
+    def begin(self, form: BatchForm) -> None:
+        device = form.problem.device
+        self._n_terms, self._like = form.n_terms, torch.empty(0, dtype=wide_dtype(device), device=device)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        for group, running in zip(self.groups, self.sums, strict=True):
+            if blocks.keys() >= set(group):
+                running.add_blocks([blocks[i] for i in group], self._n_terms, first, self._like)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        for group, running in zip(self.groups, self.sums, strict=True):
+            if blocks.keys() >= set(group):
+                running.add_head(unrotated([blocks[i] for i in group]), hessian, self._n_terms, self._like)
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        for block, running in zip(values, self.sums, strict=True):
+            running.add(block)
+
+    def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
+        slices = layout.slices
+        entries = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in self.groups]
+        self.put([matrix[:, at][:, :, at] for at in (some.to(matrix.device) for some in entries)])
+
+
+class FullSink(BlockSink):
+    """The full curvature of all tensors, `[E, P, P]`, in float64.
+
+    Args:
+        n_tensors: Number of random parameters.
+        running: The sum to add to.
+    """
+
+    quantity = "full"
+
+    def __init__(self, n_tensors: int, running: MatrixSum) -> None:
+        super().__init__((tuple(range(n_tensors)),), (running,))
+
+    def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
+        self.put([matrix])
+
+
+class ProductSink(Sink):
+    """Products of the curvature of all tensors with vectors, `[E, R, P]`.
+
+    Args:
+        vectors: V, `[E, R, P]`, or `[1, R, P]` for all terms.
+        products: The sum to add to; None for zeros.
+    """
+
+    quantity = "matmul"
+
+    def __init__(self, vectors: Tensor, products: Tensor | None = None) -> None:
+        self.vectors = vectors
+        self._products = products
+        self._parts: tuple[Tensor, ...] = ()
+        self._sums: tuple[Tensor, ...] = ()
+        self._casts = False
+
+    @property
+    def products(self) -> Tensor:
+        """The sum, `[E, R, P]`."""
+        return torch.empty(0) if self._products is None else self._products
+
+    def prepared(self, n_terms: int) -> tuple[Tensor, Tensor]:
+        """Vectors of every term, and the sum to add to in place, `[E, R, P]` each."""
+        vectors = self.vectors.expand(n_terms, -1, -1)
+        if self._products is None:
+            self._products = torch.zeros_like(vectors, memory_format=torch.contiguous_format)
+        return vectors, self._products
+
+    def begin(self, form: BatchForm) -> None:
+        """Of blocks of a single term, Σ_kb J_kb (J_kb · v)."""
+        layout = form.problem.layout
+        vectors, products = self.prepared(1)
+        self.groups = (tuple(range(len(layout.sizes))),)
+        self._parts = tuple(layout.split(vectors[0].to(form.block_dtype)))
+        self._sums = tuple(layout.split(products[0]))
+        self._casts = form.block_dtype != form.dtype
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        del first
+        if self._casts:
+            blocks = {i: block.cast(self._parts[i].dtype) for i, block in blocks.items()}
+        self._add(blocks, self._applied(blocks))
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        applied = self._applied(blocks)
+        self._add(blocks, hessian.times(applied.to(hessian.diag)).to(applied))
+
+    def _applied(self, blocks: Mapping[int, Block]) -> Tensor:
+        return total(block.apply(self._parts[i]) for i, block in blocks.items())
+
+    def _add(self, blocks: Mapping[int, Block], weights: Tensor) -> None:
+        for i, block in blocks.items():
+            self._sums[i].add_(block.combined(weights))
+
+    def put(self, values: Tensor) -> None:
+        self._products = values if self._products is None else self._products.add_(values)
+
+    def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
+        self.put(self.vectors @ matrix.to(self.vectors))
+
+
+class PairOfSinks(Sink):
+    """Two sums of the same blocks: one backward pass for both.
+
+    Args:
+        first: The one whose heads both take.
+        second: The other one.
+    """
+
+    def __init__(self, first: Sink, second: Sink) -> None:
+        self.sinks = first, second
+        self.quantity = first.quantity
+
+    @property
+    def parts(self) -> tuple[Sink, ...]:
+        return self.sinks
+
+    def begin(self, form: BatchForm) -> None:
+        for sink in self.sinks:
+            sink.begin(form)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        for sink in self.sinks:
+            sink.add(blocks, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        for sink in self.sinks:
+            sink.add_head(blocks, hessian)
+
+    def put(self, values: Any) -> None:
+        for sink, own in zip(self.sinks, values, strict=True):
+            sink.put(own)
+
+
+class KronSink(Sink):
+    """Kronecker factors by key of one batch; exact dense or diagonal blocks where a tensor has none.
+
+    Args:
+        probe: Matrices with which factors are multiplied as they are summed, so that none is formed; tensors without
+            factors are left out then.
+    """
+
+    quantity = "kron"
+
+    def __init__(self, probe: Probe | None = None) -> None:
+        self.probe = probe
+        self.factors: dict[str, Factor] = {}
+        self.blocks: dict[int, KronBlock] = {}
+        self._parts: KronParts | None = None
+
+    def begin(self, form: BatchForm) -> None:
+        self.problem, self.n_terms, self.dtype, self.reduce = form.problem, form.n_terms, form.dtype, form.reduce
+        self.sources = form.sources()
+
+    def put(self, values: KronParts) -> None:
+        self._parts = values if self.probe is None else values.times(self.probe)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        seen: set[str] = set()
+        for slot, block in blocks.items():
+            if self.sources[slot].unused:
+                self._put_diagonal(UNUSED, slot, block, first)
+                continue
+            product = block.product
+            if product is not None and (self.sources[slot].single or block.size > DENSE_BLOCK_LIMIT):
+                self._kronecker(slot, block, product, first, seen)
+            else:
+                self._exact(slot, block, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
+        for slot, block in blocks.items():
+            output = f"out:{self.sources[slot].use}"
+            if output not in self.factors:
+                self.factors[output] = self._head_side(output, hessian)
+            weights, features = self.sources[slot].weights, block.features
+            count = features.new_full((), block.n_data)
+            if weights is not None:
+                features, count = features * weights.to(features).sqrt().unsqueeze(1), weights.sum()
+            inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))
+            self._put(slot, block, output, inputs, count)
+
+    def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
+        """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
+        n_outputs = hessian.diag.shape[1]
+        if self.probe is None:
+            total = hessian.total()
+            total = total if self.n_terms == 1 else torch.diag_embed(torch.diag(total.diagonal()))
+        else:
+            matrix = self.probe(key, 1, n_outputs)[0].to(hessian.diag)
+            total = hessian.total_times(matrix)
+            if self.n_terms > 1:
+                total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
+        return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
+
+    def _kronecker(self, slot: int, block: Block, product: FactoredBlock, first: int, seen: set[str]) -> None:
+        output = self._output_key(slot, product)
+        if output not in seen:
+            seen.add(output)
+            self._put_output(output, product.output_rows(reduce=self.reduce), first)
+        if first == 0:
+            weights = self.sources[slot].weights
+            inputs = product.input_side(partial(self._gram, f"in:{slot}"), weights, reduce=self.reduce)
+            count = product.input_count(weights, reduce=self.reduce)
+            self._put(slot, block, output, inputs, count, input_first=product.input_first)
+
+    def _put(
+        self, slot: int, block: Block, output: str, inputs: Factor | None, count: Tensor, *, input_first: bool = False
+    ) -> None:
+        """Puts down the input side of a tensor, and how its block is held."""
+        key, positions = f"in:{slot}", f"positions:{slot}"
+        self.factors |= ({} if inputs is None else {key: inputs}) | {positions: count.to(self.dtype)}
+        self.blocks[slot] = KronBlock(
+            "kron", block.size, output, None if inputs is None else key, positions, input_first, block.product_index
+        )
+
+    def _output_key(self, slot: int, product: FactoredBlock) -> str:
+        """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
+        shared = product.shares_outputs and self.problem.slots[slot].entries is None
+        return f"out:{self.sources[slot].use}" if shared else f"own:{slot}"
+
+    def _gram(self, key: str, rows: Tensor | Patches) -> Factor:
+        """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]` or thin, or its product with this side's probe, `[G, n, w]`."""
+        groups, width = rows.shape[-2:]
+        if self.probe is None and groups == 1 and ThinFactor.holds(rows.shape.numel() // width, width):
+            return ThinFactor.of_rows(as_tensor(rows).reshape(1, -1, width))
+        return self._product(key, rows)
+
+    def _product(self, key: str, rows: Tensor | Patches) -> Tensor:
+        """The same, as a matrix."""
+        if self.probe is None:
+            return gram_of(rows)
+        rows = as_tensor(rows)
+        return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
+
+    def _put_output(self, key: str, g: Tensor, first: int) -> None:
+        """Adds Σ g gᵀ of `[k, ..., G, O]` over data and positions, and over cotangents unless terms are kept apart."""
+        if self.n_terms > 1:
+            self._put_terms(key, torch.stack([self._product(key, term) for term in g]), first)
+            return
+        side = self._gram(key, g).unsqueeze(0)
+        self.factors[key] = added(self.factors[key], side, self.dtype) if key in self.factors else side
+
+    def _exact(self, slot: int, block: Block, first: int) -> None:
+        if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
+            self._put_diagonal("diag", slot, block, first)
+            return
+        self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
+        for piece in block.pieces():
+            self._put_terms(f"dense:{slot}", torch.bmm(piece.mT, piece), first)
+
+    def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
+        self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
+        key = f"{kind}:{slot}"
+        if self.probe is None and self.n_terms > 1:
+            self._put_terms(key, block.squares_apart(), first)
+        elif self.probe is None:
+            if key not in self.factors:
+                self.factors[key] = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
+            block.add_squares(dense(self.factors[key], self.dtype)[0])
+
+    def _put_terms(self, key: str, values: Tensor, first: int) -> None:
+        """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
+        if self.n_terms == 1:
+            values, first = values if len(values) == 1 else values.sum(0, keepdim=True), 0
+        if key not in self.factors and len(values) == self.n_terms and first == 0:
+            self.factors[key] = values
+            return
+        if key not in self.factors:
+            self.factors[key] = values.new_zeros(self.n_terms, *values.shape[1:])
+        _add_terms(dense(self.factors[key], self.dtype), values, first)
+
+    def result(self) -> KronParts:
+        """All factors of the batch."""
+        if self._parts is not None:
+            return self._parts
+        return KronParts.made_of(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))
+
+
+def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
+    """Adds values `[k, …]` of the cotangents from `first` on to their terms `[E, …]`.
+
+    A term is an output. Of outputs with positions the cotangents of one position follow each other, E at a time.
+    """
+    if len(total) == 1:
+        total += values
+    elif first + len(values) <= len(total):
+        total[first : first + len(values)] += values
+    else:
+        terms = torch.arange(first, first + len(values), device=total.device) % len(total)
+        total.index_add_(0, terms, values.to(total))
