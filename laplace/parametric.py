@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from laplace.base import BaseLaplace
 from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
@@ -28,8 +29,10 @@ from laplace.posterior.manual_fit import batch_of, restarted, with_backend_loss,
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predicting import Predicting
-from laplace.state import Kept
-from laplace.structures.base import Precision
+from laplace.saving import Recipe, Saved
+from laplace.state import describe, loaded, moved_with_model
+from laplace.state import save as state_of
+from laplace.structures.base import Curvature, Precision
 from laplace.tuning.tunable import Tunable
 
 if TYPE_CHECKING:
@@ -42,12 +45,17 @@ if TYPE_CHECKING:
     from laplace.core.data_weights import WeightFn
     from laplace.tuning.group import PosteriorGroup
 
+P = TypeVar("P", bound="ParametricLaplace")
+
 CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
 
-class ParametricLaplace(Predicting, Kept, Tunable):
-    """Base of all posteriors over weights; what `Laplace(...)` returns is of a class derived from it."""
+class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
+    """Base of all posteriors over weights; what `Laplace(...)` returns is of a class derived from it.
+
+    The arguments are those of `BaseLaplace`.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Files a class with a `_key` of its own, by which `Laplace(...)` finds it."""
@@ -509,6 +517,41 @@ class ParametricLaplace(Predicting, Kept, Tunable):
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         (posterior,) = posteriors
         self.set_posterior(posterior)
+
+    # States.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The posterior as a dictionary of tensors, numbers and strings, without the weights of the model.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces this posterior by a saved one of the same model, as `state_dict` returned it.
+
+        Raises:
+            StateError: The state belongs to another class, model, likelihood or choice of weights.
+        """
+        self.set_posterior(loaded(self, state_dict))
+        self.enable_backprop = state_dict["enable_backprop"]
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        return Recipe.of(self).plain()
+
+    @property
+    def _structures(self) -> list[type[Curvature]]:
+        return [self.structure]
+
+    def to(self: P, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> P:
+        """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""
+        self.set_posterior(moved_with_model(self, device, dtype))
+        return self
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     # Private names of laplace-torch that public code reads.
 

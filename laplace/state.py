@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,57 +19,17 @@ from laplace.network.model_guard import model_lock
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.posterior import Fitted, Posterior, Refinement
-from laplace.saving import Recipe, Saved
 from laplace.structures.base import Curvature, move
 from laplace.weights.problem import Problem
 
 VERSION = 1
 """Version of the format of state dicts."""
 
-K = TypeVar("K", bound="Kept")
-
 _REQUIRED = (
     "version", "cls_name", "likelihood", "mean", "H", "loss", "n_data", "n_outputs", "prior_precision", "prior_mean",
     "sigma_noise", "temperature", "enable_backprop", "dict_key_x", "dict_key_y", "layout", "weights", "model_sums",
     "precision_options", "curvature_kind", "coverage",
 )  # fmt: skip
-
-
-class Kept(Saved, BaseLaplace):
-    """A posterior over weights that is saved, loaded, moved and described; the arguments are those of `BaseLaplace`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The posterior as a dictionary of tensors, numbers and strings, without the weights of the model.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        return save(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replaces this posterior by a saved one of the same model, as `state_dict` returned it.
-
-        Raises:
-            StateError: The state belongs to another class, model, likelihood or choice of weights.
-        """
-        self.set_posterior(loaded(self, state_dict))
-        self.enable_backprop = state_dict["enable_backprop"]
-
-    @property
-    def _recipe(self) -> dict[str, Any]:
-        return Recipe.of(self).plain()
-
-    @property
-    def _structures(self) -> list[type[Curvature]]:
-        return [self.structure]
-
-    def to(self: K, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> K:
-        """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""
-        self.set_posterior(moved_with_model(self, device, dtype))
-        return self
-
-    def __repr__(self) -> str:
-        return describe(self)
 
 
 def save(la: BaseLaplace) -> dict[str, Any]:
