@@ -16,7 +16,7 @@ from benchmarks import models
 from benchmarks.all_layers import DIGITS, LENET, MLP, Network
 from benchmarks.timing import Case, Job
 from laplace import curvature
-from laplace.factory import from_names
+from laplace.grid import from_names
 
 SMALL: Network = (partial(models.mlp, 50, 100, 10), (50,))
 NETWORKS = {"MLP 50-100-10": SMALL, "MLP 784-…-10": MLP, "LeNet 8×8": DIGITS, "LeNet 28×28": LENET}

@@ -14,7 +14,7 @@ import torch
 from benchmarks import models
 from benchmarks.timing import Case, Job
 from laplace import ParametricLaplace
-from laplace.factory import from_names
+from laplace.grid import from_names
 
 TARGET_GIB = 6.0
 """Of the whole process, on a CPU."""

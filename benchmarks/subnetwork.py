@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks import models, work
 from benchmarks.timing import Case, Job
 from laplace import ParametricLaplace
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.weights.masks_scored import RandomSubnetMask
 
 

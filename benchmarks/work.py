@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Batches
 from laplace import ParametricLaplace
-from laplace.factory import from_names
+from laplace.grid import from_names
 
 
 def fitted(model: nn.Module, batches: Batches, weights: str, structure: str, **options: Any) -> ParametricLaplace:

@@ -24,18 +24,11 @@ if TYPE_CHECKING:
         SubsetOfWeights,
         TuningMethod,
     )
-    from laplace.factory import Laplace
-    from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
-    from laplace.function_space.variational_named import LLVaLLA, VaLLA
-    from laplace.hierarchy import BaseFunctionalLaplace, BaseLaplace, ParametricLaplace
-    from laplace.loading import load
-    from laplace.matrix_free import (
-        MatrixFreeLaplace,
-        MatrixFreeLLLaplace,
-        MatrixFreeSubnetLaplace,
-    )
-    from laplace.mixture.mixture import MixtureLaplace
-    from laplace.named import (
+    from laplace.grid import (
+        ELLA,
+        LLELLA,
+        BaseFunctionalLaplace,
+        BaseLaplace,
         BlockLaplace,
         BlockLLLaplace,
         BlockSubnetLaplace,
@@ -48,18 +41,29 @@ if TYPE_CHECKING:
         FullLaplace,
         FullLLLaplace,
         FullSubnetLaplace,
+        FunctionalLaplace,
+        FunctionalLLLaplace,
         KronLaplace,
         KronLLLaplace,
         KronSubnetLaplace,
+        Laplace,
         LLLaplace,
+        LLVaLLA,
         LowRankKronLaplace,
         LowRankKronLLLaplace,
         LowRankKronSubnetLaplace,
         LowRankLaplace,
         LowRankLLLaplace,
         LowRankSubnetLaplace,
+        MatrixFreeLaplace,
+        MatrixFreeLLLaplace,
+        MatrixFreeSubnetLaplace,
+        ParametricLaplace,
         SubnetLaplace,
+        VaLLA,
     )
+    from laplace.loading import load
+    from laplace.mixture.mixture import MixtureLaplace
     from laplace.posterior.calibration import Calibration
     from laplace.predictive.prediction import Prediction
     from laplace.training.marglik import marglik_training
@@ -73,14 +77,12 @@ else:
                 "FunctionalApproximation HessianStructure Likelihood LinkApprox PredType PriorStructure "
                 "SubsetOfWeights TuningMethod"
             ),
-            "laplace.factory": "Laplace",
-            "laplace.function_space.named": "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace",
-            "laplace.function_space.variational_named": "LLVaLLA VaLLA",
-            "laplace.hierarchy": "BaseFunctionalLaplace BaseLaplace ParametricLaplace",
             "laplace.loading": "load",
-            "laplace.matrix_free": "MatrixFreeLaplace MatrixFreeLLLaplace MatrixFreeSubnetLaplace",
             "laplace.mixture.mixture": "MixtureLaplace",
-            "laplace.named": (
+            "laplace.grid": (
+                "Laplace BaseFunctionalLaplace BaseLaplace ParametricLaplace "
+                "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace LLVaLLA VaLLA "
+                "MatrixFreeLaplace MatrixFreeLLLaplace MatrixFreeSubnetLaplace "
                 "BlockLaplace BlockLLLaplace BlockSubnetLaplace DiagLaplace DiagLLLaplace DiagSubnetLaplace "
                 "EkfacLaplace EkfacLLLaplace EkfacSubnetLaplace FullLaplace FullLLLaplace FullSubnetLaplace "
                 "KronLaplace KronLLLaplace KronSubnetLaplace LLLaplace LowRankKronLaplace LowRankKronLLLaplace "

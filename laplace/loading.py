@@ -14,7 +14,7 @@ from laplace.core import files
 from laplace.core.memory import ran_out
 from laplace.core.registry import Cell
 from laplace.errors import InvalidArgument, InvalidCall, InvalidType, LaplaceError, StateError
-from laplace.factory import class_of
+from laplace.grid import class_of
 from laplace.mixture import MixtureLaplace
 from laplace.mixture.mimo import HeadCall
 from laplace.network.model_guard import require_module, unwrap

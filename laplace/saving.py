@@ -174,7 +174,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _known(la: BaseLaplace, choices: Choices) -> dict[str, Any]:
-    """Arguments that some constructor of a posterior takes, by name: the inverse of `laplace.named.bind`."""
+    """Arguments that some constructor of a posterior takes, by name: the inverse of `NamedPosterior._construct`."""
     weights = {name: choices.weights_options.get(own) for name, own in la.weights_type.arguments.items()}
     structure = {field.name: getattr(choices.structure_options, field.name) for field in fields(la.structure.options)}
     likelihood = choices.likelihood

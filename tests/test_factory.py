@@ -14,10 +14,11 @@ from torch import Tensor
 
 import laplace
 from laplace import DiagLaplace, Laplace, LLLaplace, ParametricLaplace, SubnetLaplace
-from laplace.constructors import COMMON, PRECISION_OPTIONS
+from laplace.attributes import COMMON, PRECISION_OPTIONS
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
+from laplace.grid import classes
 from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
 from laplace.structures.gp.subset_of_data import SubsetCurvature
 from laplace.weights import WEIGHTS, AllWeights
@@ -207,10 +208,7 @@ def test_a_key_that_names_no_cell_is_refused(key: object) -> None:
         type("Mine", (DiagLaplace,), {"_key": key, "__module__": __name__})
 
 
-POSTERIORS = [cls for cls in vars(laplace).values() if isinstance(cls, type) and issubclass(cls, ParametricLaplace)]
-
-
-@pytest.mark.parametrize("cls", [cls for cls in POSTERIORS if "structure" in dir(cls)], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
 def test_every_argument_of_a_constructor_reaches_its_part(cls: type[ParametricLaplace]) -> None:
     """What is neither common nor an option of the weights or the precision is one of the structure."""
     code = cls.__init__.__code__

@@ -49,17 +49,17 @@ _FUNCTIONAL = at(
 )
 
 TABLE: dict[str, Mapping[str, str]] = {
-    "laplace.laplace": at("laplace.factory", "Laplace"),
+    "laplace.laplace": at("laplace.grid", "Laplace"),
     "laplace.baselaplace": {
-        **at("laplace.hierarchy", "BaseLaplace BaseFunctionalLaplace ParametricLaplace"),
-        **at("laplace.named", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
+        **at("laplace.grid", "BaseLaplace BaseFunctionalLaplace ParametricLaplace"),
+        **at("laplace.grid", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
         **at("laplace.function_space", "FunctionalLaplace ELLA VaLLA"),
     },
     "laplace.lllaplace": {
-        **at("laplace.named", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
+        **at("laplace.grid", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
         **at("laplace.function_space", "FunctionalLLLaplace"),
     },
-    "laplace.subnetlaplace": at("laplace.named", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"),
+    "laplace.subnetlaplace": at("laplace.grid", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"),
     "laplace.marglik_training": at("laplace.training.marglik", "marglik_training"),
     "laplace.curvature.curvature": at("laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"),
     # The module asdfghjkl became asdl, which the package of the old name installs: the names mean its backends.
@@ -94,8 +94,8 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.engines.native.layers": {},
     "laplace.engines.native.layers.base": at("laplace.curvature.rules", "evenly"),
     "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
-    "laplace.posterior.base": at("laplace.hierarchy", "BaseLaplace"),
-    "laplace.posterior.parametric": at("laplace.hierarchy", "ParametricLaplace"),
+    "laplace.posterior.base": at("laplace.grid", "BaseLaplace"),
+    "laplace.posterior.parametric": at("laplace.grid", "ParametricLaplace"),
     "laplace.predictive.links": at("laplace.likelihoods.links", "LINKS"),
 }
 
@@ -105,7 +105,7 @@ ALSO: dict[str, Mapping[str, str]] = {
     ),
     "laplace.laplace": {
         **at("laplace.compat.helpers", "_all_subclasses"),
-        **at("laplace.hierarchy", "BaseLaplace"),
+        **at("laplace.grid", "BaseLaplace"),
     },
     "laplace.baselaplace": {
         **at("laplace.enums", "Likelihood LinkApprox PredType PriorStructure TuningMethod"),

@@ -96,7 +96,10 @@ def _with_arguments(docstring: str, cls: type) -> str:
     described = {
         m[1]: m[0] for doc in (*(base.__doc__ for base in reversed(cls.__bases__)), text) for m in _arguments(doc)
     }
-    known = [described[name] for name in inspect.signature(cls.__init__).parameters if name in described]
+    accepted = inspect.signature(cls.__init__).parameters
+    derived = () if "__init__" in vars(cls) else _arguments(text)  # some belong to classes that are derived from it
+    further = [m[1] for m in derived if m[1] not in accepted]
+    known = [described[name] for name in (*accepted, *further) if name in described]
     if not known:
         return docstring
     head, *rest = _AFTER.split(_SECTION.sub("", text), maxsplit=1)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from laplace.core.lazy import imported
-from laplace.core.overrides import is_ours
 from laplace.enums import FunctionalApproximation
 from laplace.errors import InvalidArgument
 
@@ -83,10 +81,6 @@ class Registry(Generic[T]):
         """The part of a name, or None."""
         return self[name] if name in self else None
 
-    def attribute(self, name: str) -> Any:
-        """A class attribute that is the part of a name; the part is imported when the attribute is read."""
-        return _PartOf(self, name)
-
     def name_of(self, part: T | str) -> str:
         """The name of a registered part; a string is a name, whether it is known or not.
 
@@ -115,17 +109,6 @@ class Registry(Generic[T]):
     def items(self) -> list[tuple[str, T]]:
         """All names with their parts, in order of registration."""
         return [(name, self[name]) for name in self]
-
-
-class _PartOf(Generic[T]):
-    """The attribute of `Registry.attribute`."""
-
-    def __init__(self, registry: Registry[T], name: str) -> None:
-        self.registry = registry
-        self.name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> T:
-        return self.registry[self.name]
 
 
 class Cell(NamedTuple):
@@ -157,42 +140,26 @@ class Cell(NamedTuple):
 
 
 class KeyedClasses(Generic[T]):
-    """Maps cells to classes; users' classes live no longer than users keep them."""
+    """Maps cells to users' classes, which live no longer than users keep them; of several the last one counts."""
 
     def __init__(self) -> None:
-        self._ours: dict[Cell, type[T]] = {}
-        self._users: dict[Cell, list[weakref.ref[type[T]]]] = {}
-        self._pending: dict[str, tuple[str, ...]] = {}
-
-    def refer(self, structure: str, *modules: str) -> None:
-        """Names the modules that file the library's classes of a structure; they are imported when one is asked for."""
-        self._pending[structure] = modules
-
-    def _complete(self, structure: str) -> None:
-        for module in self._pending.get(structure, ()):
-            import_module(module)
+        self._classes: dict[Cell, list[weakref.ref[type[T]]]] = {}
 
     def add(self, key: Any, cls: type[T]) -> None:
-        """Files a class under its `_key`; of several of users' the last one counts.
+        """Files a class under its `_key`.
 
         Raises:
             InvalidArgument: The key names no cell.
         """
         cell = Cell.of(key)
-        if is_ours(cls):
-            self._ours[cell] = cls
-        else:
-            living = [ref for ref in self._users.get(cell, []) if ref() is not None]
-            self._users[cell] = [*living, weakref.ref(cls)]
+        living = [ref for ref in self._classes.get(cell, []) if ref() is not None]
+        self._classes[cell] = [*living, weakref.ref(cls)]
 
     def find(self, cell: Cell) -> type[T] | None:
         """The class of a cell, or None."""
-        self._complete(cell.structure)
-        living = (ref() for ref in reversed(self._users.get(cell, [])))
-        return next((cls for cls in living if cls is not None), self._ours.get(cell))
+        living = (ref() for ref in reversed(self._classes.get(cell, [])))
+        return next((cls for cls in living if cls is not None), None)
 
     def __iter__(self) -> Iterator[Cell]:
         """Cells that have a class."""
-        for structure in self._pending:
-            self._complete(structure)
-        return (cell for cell in {**self._ours, **self._users} if self.find(cell) is not None)
+        return (cell for cell in self._classes if self.find(cell) is not None)

@@ -8,18 +8,22 @@ from laplace.core.lazy import attach
 from laplace.core.registry import Registry
 
 if TYPE_CHECKING:
-    from laplace.function_space.base import BaseFunctionalLaplace
-    from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
-    from laplace.function_space.variational_named import LLVaLLA, VaLLA
+    from laplace.grid import (
+        ELLA,
+        LLELLA,
+        BaseFunctionalLaplace,
+        FunctionalLaplace,
+        FunctionalLLLaplace,
+        LLVaLLA,
+        VaLLA,
+    )
     from laplace.jacobian.jacobian import kernel
     from laplace.structures.base import Curvature
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "laplace.function_space.base": "BaseFunctionalLaplace",
-            "laplace.function_space.named": "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace",
-            "laplace.function_space.variational_named": "LLVaLLA VaLLA",
+            "laplace.grid": "ELLA LLELLA BaseFunctionalLaplace FunctionalLaplace FunctionalLLLaplace LLVaLLA VaLLA",
             "laplace.jacobian.jacobian": "kernel",
         },
     )

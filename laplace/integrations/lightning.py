@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, LikelihoodName, StructureName
 from laplace.errors import InvalidArgument, MissingDependency, NotFittedError
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Curvature

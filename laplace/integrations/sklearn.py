@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from laplace.errors import InvalidArgument, MissingDependency
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.integrations import perceptron as networks
 from laplace.integrations.perceptron import array_of, checked_weights, moments_of, tensor_for
 from laplace.parametric import ParametricLaplace

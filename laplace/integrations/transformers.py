@@ -12,7 +12,7 @@ from torch import distributed
 from laplace.core.arguments import check_call
 from laplace.enums import Likelihood, LikelihoodName
 from laplace.errors import MissingDependency
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
 

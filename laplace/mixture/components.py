@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace.enums import StructureName, WeightsName
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Curvature
 from laplace.weights.base import Weights

@@ -29,7 +29,7 @@ from laplace.enums import (
     WeightsName,
 )
 from laplace.errors import InvalidArgument
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior

@@ -36,8 +36,8 @@ from laplace.enums import (
     WeightsName,
 )
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError, warn
-from laplace.factory import from_names
 from laplace.fitting import without_padding
+from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called

@@ -88,7 +88,7 @@ def test_importing_the_modules_imports_nothing_else():
     code = (
         "import sys; from laplace.compat.finder import install; install();"
         "import laplace.utils.matrix, laplace.baselaplace;"
-        "heavy = {'laplace.compat.kronecker.matrix', 'laplace.base', 'laplace.named', 'torchmetrics',"
+        "heavy = {'laplace.compat.kronecker.matrix', 'laplace.base', 'laplace.grid', 'torchmetrics',"
         "'matplotlib'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

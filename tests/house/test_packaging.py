@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     assert wheel.name == f"laplace_bayes-{laplace.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    assert "laplace/py.typed" in names
+    assert {"laplace/py.typed", "laplace/grid.pyi"} <= names
     assert {name.split("/")[0] for name in names} == {"laplace", f"laplace_bayes-{laplace.__version__}.dist-info"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "laplace").rglob("*.py")}
     assert sources <= set(names)
@@ -50,7 +50,7 @@ def test_the_source_archive_builds_the_same(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    assert {"laplace/py.typed", "pyproject.toml", "LICENSE", "README.md"} <= names
+    assert {"laplace/py.typed", "laplace/grid.pyi", "pyproject.toml", "LICENSE", "README.md"} <= names
     assert not any(name.startswith(("examples", "papers")) for name in names)
 
 

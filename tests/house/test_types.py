@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
@@ -11,28 +10,28 @@ import sys
 from collections import defaultdict
 from enum import Enum
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 
 import laplace
-from laplace import enums, typed
-from laplace.core.registry import Cell
+from laplace import enums
 from laplace.enums import HessianStructure
 from laplace.errors import InvalidArgument
-from laplace.factory import class_of
 from laplace.function_space import FAMILIES
+from laplace.grid import classes
 from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS
-from laplace.parametric import CELLS, ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES, DiagCurvature, KronCurvature
 from laplace.weights import WEIGHTS, AllWeights, LastLayer
 from tests import grid
+from tests.house import grid_stub
 from tests.house.test_readme import blocks
-from tests.source import PACKAGE, ROOT, tree
+from tests.source import ROOT
 
 SCRIPTS = Path(__file__).parent / "typed"
-NAMED = [cls for cls in vars(laplace).values() if isinstance(cls, type) and issubclass(cls, laplace.BaseLaplace)]
+NAMED = [laplace.BaseLaplace, ParametricLaplace, laplace.BaseFunctionalLaplace, *classes()]
 
 
 # Users' scripts.
@@ -92,72 +91,17 @@ def test_strings_that_are_accepted_are_those_of_the_enum_and_the_registry(accept
     assert set(get_args(strings)) == set(map(str, names))
 
 
-def overloads() -> list[ast.FunctionDef]:
-    nodes = ast.walk(tree(PACKAGE / "factory.py"))
-    found = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "Laplace"]
-    return [node for node in found if any(ast.unparse(by) == "overload" for by in node.decorator_list)]
+def test_the_stub_of_the_grid_is_up_to_date() -> None:
+    assert grid_stub.PATH.read_text("utf-8") == grid_stub.stub(), "run python -m tests.house.grid_stub"
 
 
-def chosen(overload: ast.FunctionDef) -> tuple[object, ...]:
-    """The names of an overload's cell; a class stands for registered parts. Of what is left out, the default."""
-    given = {arg.arg: ast.unparse(arg.annotation) for arg in [*overload.args.args, *overload.args.kwonlyargs]}
-    axes = {"subset_of_weights": "t.Last", "hessian_structure": "t.Kron", "functional_approximation": "t.Sod"}
-    kinds = [given.get(axis, default) for axis, default in axes.items()]
-    return tuple(kind if kind.startswith("type[") else value_of(kind) for kind in kinds)
-
-
-def value_of(kind: str) -> str:
-    """`"t.All"` → `"all"`; an enum's member is accepted beside its value."""
-    text, member = get_args(getattr(typed, kind.removeprefix("t.")))[:2] if kind != "t.AnyStructure" else ("", "")
-    assert text == member
-    return text
-
-
-def returned(overload: ast.FunctionDef) -> str:
-    return ast.unparse(overload.returns).rpartition(".")[2]
-
-
-def options_of(overload: ast.FunctionDef) -> type:
-    (name,) = re.findall(r"Unpack\[t\.(\w+)\]", ast.unparse(overload.args.kwarg.annotation))
-    return getattr(typed, name)
-
-
-def test_every_cell_has_its_class() -> None:
-    told = defaultdict(set)
-    for overload in overloads():
-        cell = chosen(overload)
-        if not any(name == "" or name.startswith("type[") for name in cell):
-            told[Cell(*cell)].add(returned(overload))
-    assert told == {cell: {class_of(cell).__name__} for cell in CELLS if is_the_library_s(cell)}
-    assert {cell.weights for cell in told} == set(WEIGHTS)
-    assert {cell.structure for cell in told} == {*STRUCTURES, "gp"}
-    assert {cell.family for cell in told} == set(FAMILIES)
-
-
-def is_the_library_s(cell: Cell) -> bool:
-    return class_of(cell).__module__.startswith("laplace.")
-
-
-def test_every_cell_is_reached_by_position_and_the_last_layer_s_without_its_name() -> None:
-    ways = defaultdict(list)
-    for overload in overloads():
-        ways[chosen(overload)].append([arg.arg for arg in overload.args.args[2:]])
-    whole = ["subset_of_weights", "hessian_structure"]
-    assert all(whole in way for way in ways.values())
-    last = {cell: way for cell, way in ways.items() if cell[0] == "last_layer" and cell[1] != "kron"}
-    assert all([] in way for way in last.values())
-
-
-@pytest.mark.parametrize("overload", overloads(), ids=lambda overload: str(overload.lineno))
-def test_arguments_are_those_of_the_constructor(overload: ast.FunctionDef) -> None:
-    cls = getattr(laplace, returned(overload))
-    parameters = dict(list(inspect.signature(cls.__init__).parameters.items())[3:])
-    options = options_of(overload)
-    assert set(options.__annotations__) == set(parameters)
-    required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    assert options.__required_keys__ == required
-    there, here = get_type_hints(cls.__init__), get_type_hints(options)
-    assert {name: there[name] for name in parameters} == here
+def test_every_cell_has_a_class_that_is_public() -> None:
+    cells = {cls._key for cls in classes() if "_key" in vars(cls)}
+    assert {cell[0] for cell in cells} == set(WEIGHTS)
+    assert {cell[1] for cell in cells} == {*STRUCTURES, "gp"}
+    assert {cell[2] for cell in cells if len(cell) > 2} == set(FAMILIES) - {"sod"}
+    assert {cls.__name__ for cls in classes()} <= set(laplace.__all__)
+    assert all(getattr(laplace, cls.__name__) is cls for cls in classes())
 
 
 @pytest.mark.parametrize("cls", NAMED, ids=lambda cls: cls.__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.function_space.base import BaseFunctionalLaplace
+from laplace.function_space import BaseFunctionalLaplace
 from tests import grid
 from tests.robustness.faults import Large, Memory
 

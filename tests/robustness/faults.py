@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.engines.native.autograd import BackwardPasses
-from laplace.function_space.base import BaseFunctionalLaplace
+from laplace.function_space import BaseFunctionalLaplace
 from tests import grid
 from tests.network.test_manners import differences, picture, prepared, seed
 

@@ -16,7 +16,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from laplace import MixtureLaplace, ParametricLaplace
 from laplace.enums import StructureName
 from laplace.errors import InvalidArgument, TuningWarning
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.metrics import accuracy
 from laplace.mixture import MimoBatches, mimo_loss, mimo_outputs
 from laplace.tuning import Thresholds

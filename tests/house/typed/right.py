@@ -31,7 +31,7 @@ from laplace import (
     marglik_training,
 )
 from laplace.curvature import NativeEF
-from laplace.factory import from_names
+from laplace.grid import from_names
 from laplace.likelihoods import Bernoulli
 from laplace.structures import STRUCTURES, DiagCurvature
 from laplace.tuning import Thresholds

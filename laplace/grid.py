@@ -1,0 +1,444 @@
+"""`Laplace(...)`, and the grid of its classes: weights × structures, or × families of posteriors over functions.
+
+A cell has a class that is made of its parts when it is first asked for, by a row of the table `ROWS` where it has one;
+or else a user's own with a `_key`. What type checkers and editors see is `grid.pyi`, which is generated from all this:
+`python -m tests.house.grid_stub`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from itertools import product
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+
+from torch import Tensor, nn
+
+from laplace import base, parametric
+from laplace.attributes import (
+    KronAttributes,
+    LastLayerAttributes,
+    LowRankAttributes,
+    MatrixFreeAttributes,
+    NamedPosterior,
+    SubnetworkAttributes,
+)
+from laplace.base import Backend, Options
+from laplace.core.arguments import check_call, checked
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.lazy import imported
+from laplace.core.registry import Cell
+from laplace.enums import (
+    FamilyName,
+    FeatureReductionName,
+    FunctionalApproximation,
+    HessianStructure,
+    LikelihoodName,
+    StructureName,
+    SubsetOfWeights,
+    WeightsName,
+)
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
+from laplace.function_space import FAMILIES
+from laplace.likelihoods.base import Likelihood
+from laplace.network.adapters import are_idle, has_adapters
+from laplace.structures import STRUCTURES
+from laplace.structures.base import Curvature
+from laplace.structures.damping import DampingForm
+from laplace.weights import WEIGHTS, Weights
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
+
+__all__ = ["ARGUMENTS", "ROWS", "Laplace", "Row", "class_of", "classes", "families", "from_names"]
+
+P = ParamSpec("P")
+_MAKING = RLock()
+"""Threads that ask for a class at once get the same one."""
+
+# Constructors, which differ in the order of their arguments. It is what users' code and tools rely on.
+
+_TYPES = (Backend, DampingForm, FeatureReductionName, ForwardFn, Inputs, Literal, Options, Tensor)
+"""What the annotations below speak of."""
+
+ARGUMENTS: dict[str, str] = {
+    name: f"{parameter.annotation} = {parameter.default!r}"
+    for name, parameter in list(inspect.signature(base.BaseLaplace.__init__).parameters.items())[3:]
+} | {
+    "feature_reduction": "FeatureReductionName | None = None",
+    "last_layer_name": "str | None = None",
+    "subnetwork_indices": "Tensor",
+    "damping": "DampingForm = False",
+    "n_subset": "int",
+    "independent_outputs": "bool = False",
+    "selection": 'Literal["random", "top", "leverage"] = "random"',
+    "prior_factor": "float | None = None",
+    "subsample_size": "int",
+    "n_eigenvalues": "int",
+    "inducing_locations": 'Inputs | Literal["random", "kmeans"]',
+    "num_inducing": "int | None = None",
+    "inducing_classes": "Tensor | None = None",
+    "seed": "int = 0",
+    "alpha": "float = 1.0",
+    "mc_softmax_samples": "int = 0",
+}
+"""Type and default of every argument after model and likelihood."""
+
+_HYPER = "sigma_noise prior_precision prior_mean temperature"
+_KEYS = "dict_key_x dict_key_y"
+_COMMON = f"{_HYPER} enable_backprop {_KEYS} backend"
+_HEAD = f"{_HYPER} enable_backprop feature_reduction {_KEYS}"
+_LAST = f"{_HEAD} backend last_layer_name"
+_LAST_GP = f"{_HEAD} last_layer_name backend"
+_TAIL = "backend_kwargs asdl_fisher_kwargs"
+_STRUCTURE = "forward_fn structure_kwargs channel_dim"
+
+
+def _constructor(order: str) -> Callable[..., None]:
+    """A constructor with arguments in an order: those after `*` by name alone, with another default after `=`.
+
+    It is compiled, as those of dataclasses are: tools read the names of the arguments off the code object.
+    """
+    names = [word if word == "*" else _argument(word) for word in order.split()]
+    given = ", ".join(["self", "model: nn.Module", "likelihood: Likelihood | LikelihoodName", *names])
+    made: dict[str, Any] = {}
+    exec(f"def __init__({given}) -> None:\n    self._construct(locals())\n", globals(), made)
+    return made["__init__"]
+
+
+def _argument(word: str) -> str:
+    """`"seed"` → `"seed: int = 0"`, and `"seed=1"` → `"seed: int = 1"`."""
+    name, other, default = word.partition("=")
+    kind = ARGUMENTS[name]
+    return f"{name}: {kind.partition(' = ')[0]} = {default}" if other else f"{name}: {kind}"
+
+
+def _class(name: str, bases: tuple[type, ...], doc: str | None, order: str | None, **members: Any) -> Any:
+    if order is not None:
+        members["__init__"] = _constructor(order)
+        members["__init__"].__qualname__ = f"{name}.__init__"
+    return type(name, bases, {"__doc__": doc, "__module__": __name__, **members})
+
+
+LLLaplace: type[ParametricLaplace] = _class(
+    "LLLaplace", (LastLayerAttributes,),
+    "Base of the posteriors over the last layer, which is determined at `fit` unless `last_layer_name` is given.",
+    f"{_LAST} {_TAIL} * {_STRUCTURE}", weights_type=WEIGHTS["last_layer"],
+)  # fmt: skip
+SubnetLaplace: type[ParametricLaplace] = _class(
+    "SubnetLaplace", (SubnetworkAttributes,),
+    "Base of the posteriors over a subnetwork: chosen weights have a distribution, all others keep their values.",
+    f"subnetwork_indices {_HYPER} backend {_TAIL} * enable_backprop {_KEYS} damping {_STRUCTURE}",
+    weights_type=WEIGHTS["subnetwork"],
+)  # fmt: skip
+
+# The table.
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the classes of a structure, or of a family of posteriors over functions, have beside their parts.
+
+    Attributes:
+        name: Their names; in the place of {} stands "", "LL" or "Subnet".
+        what: The approximation, in words that follow "All weights, ".
+        more: Further text of the docstring of all weights; of None the whole is that of `attributes`.
+        attributes: Base with the attributes that they have by it, or where that is, `"module:name"`.
+        orders: Orders of the arguments by weights, of those that have one of their own.
+    """
+
+    name: str
+    what: str
+    more: str | None = ""
+    attributes: type[ParametricLaplace] | str = parametric.ParametricLaplace
+    orders: dict[str, str] = field(default_factory=dict)
+
+
+_OVER_FUNCTIONS = "laplace.function_space.posteriors:"
+
+ROWS: dict[str, Row] = {
+    "full": Row(
+        "Full{}Laplace", "full curvature", attributes=NamedPosterior,
+        orders={"all": f"{_COMMON} backend_kwargs * {_STRUCTURE}"},
+    ),
+    "kron": Row(
+        "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer", attributes=KronAttributes,
+        orders={
+            "all": f"{_COMMON} damping {_TAIL} * forward_fn channel_dim",
+            "last_layer": f"{_LAST} damping {_TAIL} * forward_fn channel_dim",
+        },
+    ),
+    "diag": Row("Diag{}Laplace", "diagonal curvature"),
+    "block": Row(
+        "Block{}Laplace", "an exact dense block for every layer",
+        '`structure_kwargs={"max_block": …}` limits its width.',
+    ),
+    "lowrank": Row(
+        "LowRank{}Laplace", "the dominant eigenpairs of the full curvature",
+        'Their number is `structure_kwargs={"rank": k}`; `backend_kwargs={"low_rank": k}` is an older form of it.',
+        LowRankAttributes,
+        {"all": f"backend {_HYPER} enable_backprop {_KEYS} backend_kwargs * {_STRUCTURE}"},
+    ),
+    "ekfac": Row(
+        "Ekfac{}Laplace", "the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)"
+    ),
+    "lowrank_kron": Row(
+        "LowRankKron{}Laplace",
+        "the k dominant eigenvectors of the Kronecker factors plus the exact diagonal of the curvature",
+        'k is `structure_kwargs={"rank": k}`. With `"corrected": True` the eigenvectors are chosen by the exact\n'
+        "diagonal of the curvature in their basis (Lee et al., 2020).",
+    ),
+    "matrix_free": Row(
+        "MatrixFree{}Laplace", "the full curvature by matrix–vector products, without forming the matrix",
+        'Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.', MatrixFreeAttributes,
+    ),
+    "sod": Row(
+        "Functional{}Laplace", "as a Gaussian process on a subset of the data", None,
+        f"{_OVER_FUNCTIONS}SubsetPosterior",
+        {
+            weights: f"n_subset {order} backend_kwargs independent_outputs seed * selection prior_factor forward_fn"
+            for weights, order in (("all", _COMMON), ("last_layer", _LAST_GP))
+        },
+    ),
+    "nystrom": Row(
+        "{}ELLA", "by the Nyström approximation of its kernel", None, f"{_OVER_FUNCTIONS}NystromPosterior",
+        {
+            weights: f"subsample_size n_eigenvalues {order} backend_kwargs seed=1234 * forward_fn"
+            for weights, order in (("all", _COMMON), ("last_layer", _LAST_GP))
+        },
+    ),
+    "variational": Row(
+        "{}VaLLA", "by a sparse variational posterior with M inducing points", None,
+        f"{_OVER_FUNCTIONS}VariationalPosterior",
+        {
+            weights: f"inducing_locations num_inducing inducing_classes {order} backend_kwargs seed alpha "
+            f"mc_softmax_samples * forward_fn{more}"
+            for weights, order, more in (("all", _COMMON, " weights_options"), ("last_layer", _LAST_GP, ""))
+        },
+    ),
+}  # fmt: skip
+"""The library's structures and families, by their names in the registries. One without a row gets one by its name."""
+
+# Cells and their classes.
+
+_GP, _DEFAULT = str(HessianStructure.GP), Cell("", "").family
+
+
+_BASES: dict[str, type[ParametricLaplace]] = {"last_layer": LLLaplace, "subnetwork": SubnetLaplace}
+"""Bases of weights with a constructor of their own; that of others has `weights_options`."""
+
+_SHORT = {"all": "", "last_layer": "LL", "subnetwork": "Subnet"}
+"""Weights in the names of classes."""
+
+_WORDS = {"all": "All weights", "last_layer": "The last layer", "subnetwork": "A subnetwork"}
+
+
+def class_of(cell: Cell) -> type[ParametricLaplace]:
+    """The class of a cell.
+
+    Raises:
+        InvalidArgument: There is none; the message lists what is accepted.
+    """
+    keyed = parametric.CELLS.find(cell)
+    if keyed is not None:
+        return keyed
+    if cell not in _registered():
+        raise InvalidArgument(_unknown(cell))
+    return _of_parts(cell)
+
+
+def families() -> list[str]:
+    """Names of the families."""
+    return list(dict.fromkeys([*FAMILIES, *(cell.family for cell in parametric.CELLS)]))
+
+
+def _registered() -> list[Cell]:
+    """Cells of registered parts that go together: no posterior over functions is of a subnetwork."""
+    over_functions = product(("all", "last_layer"), [_GP], FAMILIES)
+    return [Cell(*names) for names in (*product(WEIGHTS, STRUCTURES), *over_functions)]
+
+
+def _part(cell: Cell) -> str:
+    return cell.family if cell.structure == _GP else cell.structure
+
+
+def _name(cell: Cell) -> str:
+    """`("last_layer", "tri_diagonal")` → `"TriDiagonalLLLaplace"`."""
+    row = ROWS.get(_part(cell))
+    name = f"{_camel(_part(cell))}{{}}Laplace" if row is None else row.name
+    return name.format(_SHORT.get(cell.weights, _camel(cell.weights)))
+
+
+def _camel(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", name))
+
+
+def _of_parts(cell: Cell) -> type[ParametricLaplace]:
+    structure = FAMILIES[cell.family] if cell.structure == _GP else STRUCTURES[cell.structure]
+    with _MAKING:
+        return _made(cell, WEIGHTS[cell.weights], structure)
+
+
+@cache
+def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -> type[ParametricLaplace]:
+    """A class of registered parts, derived from that of all weights with the same structure."""
+    row = ROWS.get(_part(cell))
+    if cell.weights in _BASES:
+        head = LastLayerAttributes if row is not None and cell.structure == _GP else _BASES[cell.weights]
+        bases = (head, _made(cell._replace(weights="all"), WEIGHTS["all"], structure))
+    elif row is not None and cell.weights == "all":
+        bases = (imported(row.attributes) if isinstance(row.attributes, str) else row.attributes,)
+    else:
+        bases = (
+            imported(f"{_OVER_FUNCTIONS}BaseFunctionalLaplace")
+            if cell.structure == _GP
+            else parametric.ParametricLaplace,
+        )
+    doc = f"Posterior of {structure.__name__}, over {weights_type.__name__}."
+    if row is not None and cell.weights in _WORDS:
+        doc = f"{_WORDS[cell.weights]}, {row.what}."
+        if cell.weights == "all":
+            doc = inspect.getdoc(bases[0]) if row.more is None else f"{doc}\n\n{row.more}".rstrip()
+    order = None if row is None else row.orders.get(cell.weights)
+    made = _class(_name(cell), bases, doc, order, structure=structure, weights_type=weights_type)
+    # Set afterwards: a class that is defined with a `_key` would take the cell over, also from a later registration.
+    made._key = cell[:2] if cell.family == _DEFAULT else tuple(cell)
+    return made
+
+
+def classes() -> list[type[ParametricLaplace]]:
+    """The classes of all cells of registered parts, and the bases of the weights."""
+    return [*_BASES.values(), *map(_of_parts, _registered())]
+
+
+def __getattr__(name: str) -> type[base.BaseLaplace]:
+    """A class that is made here, by its name, as pickles find it; the bases of all with every class derived from them.
+
+    Scripts walk the bases' `__subclasses__()`.
+    """
+    if name in ("BaseLaplace", "ParametricLaplace", "BaseFunctionalLaplace"):
+        classes()
+        own = {"BaseLaplace": base.BaseLaplace, "ParametricLaplace": parametric.ParametricLaplace}
+        return own.get(name) or imported(f"{_OVER_FUNCTIONS}{name}")
+    for cell in _registered():
+        if _name(cell) == name:
+            return _of_parts(cell)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _unknown(cell: Cell) -> str:
+    """The error of a cell without a class: which of its names is wrong, and what is accepted beside the others."""
+    known = {*parametric.CELLS, *_registered()}
+    if cell.family != _DEFAULT:
+        pairs = sorted((other.weights, other.family) for other in known if other.family != _DEFAULT)
+        return (
+            f"functional_approximation={cell.family!r} with subset_of_weights={cell.weights!r} is not available; "
+            f"accepted are {pairs}."
+        )
+    structures = sorted(other.structure for other in known if other[::2] == (cell.weights, _DEFAULT))
+    if not structures:
+        return f"subset_of_weights={cell.weights!r}; accepted are {sorted({other.weights for other in known})}."
+    return f"hessian_structure={cell.structure!r}; with subset_of_weights={cell.weights!r} accepted are {structures}."
+
+
+# The factory.
+
+_NAMES = ("subset_of_weights", "hessian_structure", "functional_approximation")
+"""Arguments of `Laplace` that choose the class, which does not see them."""
+
+
+def _suited_to_adapters(factory: Callable[P, ParametricLaplace]) -> Callable[P, ParametricLaplace]:
+    """Chooses weights and structure for a model with adapters, where neither was given."""
+
+    @wraps(factory)
+    def made(*args: P.args, **kwargs: P.kwargs) -> ParametricLaplace:
+        model = kwargs.get("model", next(iter(args), None))
+        given = len(args) > 2 or not kwargs.keys().isdisjoint(_NAMES)
+        if given or not isinstance(model, nn.Module) or not has_adapters(model):
+            return factory(*args, **kwargs)
+        if are_idle(model):
+            raise InvalidArgument(_IDLE)
+        warn(_ADAPTED, ApproximationWarning)
+        chosen = {"subset_of_weights": SubsetOfWeights.ALL, "hessian_structure": HessianStructure.LOWRANK_KRON}
+        return factory(*args, **{**kwargs, **chosen})  # pyright: ignore[reportCallIssue]
+
+    return made
+
+
+_ADAPTED = (
+    "the model has adapters of PEFT: the posterior is over all trainable weights, with hessian_structure="
+    "'lowrank_kron', whose Kronecker factors are of low rank (of other models the default is the last layer with "
+    "'kron'). Give subset_of_weights or hessian_structure to choose, and not to see this; either one is taken as it is."
+)
+
+_IDLE = (
+    "all adapters of the model are merged into their layers, or switched off, so that no output depends on their "
+    "weights: call model.unmerge_adapter() or model.enable_adapter_layers(), or take a merged model as it is by "
+    "model.merge_and_unload(). subset_of_weights or hessian_structure, where given, is taken literally."
+)
+
+
+@_suited_to_adapters
+@checked
+def Laplace(
+    model: nn.Module,
+    likelihood: Likelihood | LikelihoodName,
+    subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.LAST_LAYER,
+    hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
+    *args: Any,
+    functional_approximation: FamilyName = FunctionalApproximation.SOD,
+    **kwargs: Any,
+) -> ParametricLaplace:
+    """Makes a Laplace approximation of the posterior over a network's weights; call `fit` on it next.
+
+    For a model with adapters (PEFT), the defaults are `"all"` and `"lowrank_kron"` (Yang et al., 2024), if you give
+    neither `subset_of_weights` nor `hessian_structure`.
+
+    Args:
+        model: The trained network.
+        likelihood: How the network's outputs give a distribution over targets: `"classification"`, `"regression"`,
+            `"bernoulli"`, `"poisson"`, `"heteroscedastic"` or `"reward_modeling"`, or a likelihood object.
+        subset_of_weights: Which weights are random: `"all"`, `"last_layer"` or `"subnetwork"`; or a name or class of
+            your own in `laplace.weights.WEIGHTS`.
+        hessian_structure: How the curvature is approximated: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`,
+            `"lowrank"`, `"lowrank_kron"`, `"matrix_free"` or `"gp"`; or a name or class of your own in
+            `laplace.structures.STRUCTURES`.
+        *args: Further positional arguments of the class.
+        functional_approximation: Which approximation `hessian_structure="gp"` uses: `"sod"` (a Gaussian process on a
+            subset of data), `"nystrom"` or `"variational"`.
+        **kwargs: Further keyword arguments of the class, e.g. `prior_precision`.
+
+    Returns:
+        An object of the class for these names, e.g. `KronLLLaplace` for the defaults.
+
+    Raises:
+        InvalidArgument: There is no class for these names; `functional_approximation` is given without `"gp"`; or all
+            adapters are merged or disabled, and neither weights nor structure are given.
+        InvalidCall: An argument of the class is missing or unknown.
+
+    Warns:
+        ApproximationWarning: Weights and structure were chosen automatically, for a model with adapters.
+    """
+    weights, structure = WEIGHTS.name_of(subset_of_weights), STRUCTURES.name_of(hessian_structure)
+    cell = Cell(weights, structure, str(functional_approximation))
+    if cell.family != FunctionalApproximation.SOD:
+        if cell.family not in families():
+            raise InvalidArgument(f"functional_approximation={functional_approximation!r}; accepted are {families()}.")
+        if cell.structure != HessianStructure.GP:
+            raise InvalidArgument(
+                f"functional_approximation={cell.family!r} needs hessian_structure='gp'; {cell.structure!r} was given."
+            )
+    cls = class_of(cell)
+    try:
+        return cls(model, likelihood, *args, **kwargs)
+    except InvalidCall:  # of the class, which does not see the names that chose it
+        check_call(cls.__init__, cls.__name__, (None, model, likelihood, *args), kwargs, also=_NAMES)
+        raise
+
+
+from_names: Callable[..., ParametricLaplace] = Laplace
+"""The same for names that are known at run time alone, which no type checker can follow."""
