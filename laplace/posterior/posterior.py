@@ -180,12 +180,6 @@ Given = float | Tensor
 def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: Given) -> Hyperparameters:
     """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph.
 
-    Args:
-        now: The present ones.
-        likelihood: p(y | f), which may have no noise.
-        weights: The weights with a distribution, by which lengths are checked as far as they are known.
-        **given: New values by name.
-
     Raises:
         InvalidType: A value that is neither a number nor a tensor.
         InvalidArgument: A value that is not positive or not finite, or of a length that fits nothing.
@@ -213,11 +207,7 @@ def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **g
 
 
 def match_lengths(now: Hyperparameters, weights: Weights) -> Hyperparameters:
-    """Hyper-parameters whose lengths could not be checked while the last layer was unknown.
-
-    Raises:
-        InvalidArgument: A length that fits nothing.
-    """
+    """Hyper-parameters whose lengths could not be checked while the last layer was unknown."""
     prior = _of_matching_length("prior_precision", now.prior_precision, weights)
     mean = _of_matching_length("prior_mean", now.prior_mean, weights)
     if prior is now.prior_precision and mean is now.prior_mean:
@@ -440,14 +430,9 @@ class Cache:
         self._squares: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
 
     def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:
-        """The precision of a curvature at some hyper-parameters, made anew where they are not those of the last one.
+        """The precision of a curvature at hyper-parameters `values`, made anew where these are not the last ones.
 
         Only one is kept, and it is let go before another is made: there are never two factorisations.
-
-        Args:
-            curvature: H.
-            values: The hyper-parameters.
-            make: Makes the precision.
         """
         last = self._precision
         if last is None or last[0] is not curvature or not _are_unchanged(last[1], values):
@@ -543,11 +528,7 @@ class Posterior:
         return self.at(replace(hypers, prior_mean=self.hypers.prior_mean))
 
     def before_new_data(self, what: str) -> Posterior:
-        """The posterior without its calibration, which was of the former data.
-
-        Warns:
-            CalibrationWarning: It had one.
-        """
+        """The posterior without its calibration, which was of the former data; warns where it had one."""
         if self.calibration is not None:
             warn(
                 f"{what} drops the calibration on {self.calibration.held_out}: prior precision, noise and temperature "
@@ -557,11 +538,7 @@ class Posterior:
         return self.uncalibrated()
 
     def refuse_calibrated(self, what: str) -> None:
-        """Refuses what would mix with, or misread, the hyper-parameters of a calibration.
-
-        Raises:
-            InvalidArgument: The posterior is calibrated.
-        """
+        """Raises `InvalidArgument` at what would mix with, or misread, the hyper-parameters of a calibration."""
         if self.calibration is not None:
             raise InvalidArgument(
                 f"{what}: this posterior is calibrated, its covariance scaled by {self.calibration.scale:.3g} through "
@@ -574,7 +551,7 @@ class Posterior:
         return replace(self, choices=replace(self.choices, **choices), root=None, cache=Cache())
 
     def with_problem(self, problem: Problem) -> Posterior:
-        """The posterior of weights with a distribution that are known now."""
+        """The posterior with the last layer that is known now."""
         if problem is self.weights.problem:
             return self
         return replace(self, weights=self.weights.with_problem(problem), cache=Cache())
@@ -614,7 +591,7 @@ class Posterior:
 
     @property
     def likelihood(self) -> Likelihood:
-        """Distribution of the data, p(y | f)."""
+        """The distribution p(y | f), an object."""
         return self.choices.likelihood_object
 
     @property
@@ -642,14 +619,12 @@ class Posterior:
 
     @property
     def backend(self) -> CurvatureInterface:
-        """The curvature backend as users call it."""
         if self.cache.backend is None:
             self.cache.backend = self.choices.backend(self.weights, self.problem)
         return self.cache.backend
 
     @property
     def engine(self) -> CurvatureEngine:
-        """The engine of Jacobians and curvature."""
         if self.cache.engine is None:
             self.cache.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
         return self.cache.engine
@@ -657,11 +632,7 @@ class Posterior:
     # What the data say.
 
     def require_fitted(self) -> Fitted:
-        """The fit with its mean, as it was made.
-
-        Raises:
-            NotFittedError: Before a fit.
-        """
+        """The fit with its mean, as it was made; `NotFittedError` before a fit."""
         if self.data is None:
             raise NotFittedError("the posterior is not fitted; call fit(train_loader) first.")
         return self.data
@@ -678,11 +649,7 @@ class Posterior:
 
     @property
     def H(self) -> Any:
-        """The unit curvature as users see it: what was assigned, or the fit's; zero before a fit.
-
-        Raises:
-            NotFittedError: Before a fit, of a structure that has no curvature of no data.
-        """
+        """The unit curvature as users see it: what was assigned, or the fit's; before a fit zero, or an error."""
         by_hand = self.choices.structure.by_hand
         if self.data is None and by_hand is not None:
             return by_hand.zeros(self.problem, self.hypers.prior_mean.detach())
@@ -742,11 +709,7 @@ class Posterior:
 
     @property
     def _precision_options(self) -> dict[str, Any]:
-        """Options of the structure's precisions; of one that asks the network, which must be as it was, its engine.
-
-        Raises:
-            ModelChangedError: It is not.
-        """
+        """Options of the structure's precisions; of one that asks the network, which must be as it was, its engine."""
         options = self.choices.precision_options
         if options.get("damping"):
             options = options | {"n_data": self.fit.n_data}
@@ -773,11 +736,12 @@ class Posterior:
             with own_precision():
                 return self.evidence.precision
         values = (self.hypers.prior_precision, self.hypers.sigma_noise, self.hypers.temperature)
-        return self.cache.precision(self.fit.curvature, values, self._constant_precision)
 
-    def _constant_precision(self) -> Precision:
-        with torch.no_grad(), own_precision():
-            return self.evidence.constant().precision
+        def constant() -> Precision:
+            with torch.no_grad(), own_precision():
+                return self.evidence.constant().precision
+
+        return self.cache.precision(self.fit.curvature, values, constant)
 
     def precision_before(self, name: str) -> Precision:
         """P with what users override of the moments that come before a name in `MOMENTS`, or of all of them."""

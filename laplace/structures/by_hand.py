@@ -38,24 +38,11 @@ class ByHand(ABC):
 
     @abstractmethod
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Any]:
-        """H of a batch, which adds up over the batches of N data, with what the batch contributes besides.
-
-        Args:
-            engine: Computes the numbers of a batch.
-            x: Inputs.
-            y: Targets.
-            n_data: N.
-        """
+        """H of a batch, which adds up over the batches of N data, with what the batch contributes besides."""
 
     @abstractmethod
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Any:
-        """H on the device and in the dtype of a tensor; the very same object where it has both.
-
-        Args:
-            H: As a user assigned it.
-            problem: The random parameters.
-            like: A tensor of the posterior.
-            options: Options of the structure's precisions.
+        """H as a user assigned it, on the device and in the dtype of a tensor; the very same object where it has both.
 
         Raises:
             InvalidArgument: It is no curvature of these parameters.
@@ -66,44 +53,31 @@ class ByHand(ABC):
         """A copy of H in the form from which the structure is made by `from_state`."""
 
 
-class MatrixByHand(ByHand):
-    """A symmetric matrix `[P, P]`."""
+class TensorByHand(ByHand):
+    """A symmetric matrix `[P, P]`, or a diagonal `[P]`."""
+
+    def __init__(self, *, square: bool) -> None:
+        self.square = square
+
+    def _shape(self, problem: Problem) -> tuple[int, ...]:
+        return (problem.layout.n_params,) * (2 if self.square else 1)
 
     def zeros(self, problem: Problem, like: Tensor) -> Tensor:
-        n_params = problem.layout.n_params
-        return like.new_zeros(n_params, n_params)
+        return like.new_zeros(self._shape(problem))
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Tensor]:
-        summary, values = engine.full(x, y)
+        summary, values = engine.full(x, y) if self.square else engine.diag(x, y)
         return summary, values.sum(0)
 
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        matrix = _tensor(H, (problem.layout.n_params,) * 2, like)
-        _require_symmetric(matrix, "H")
-        _require_squares(matrix.diagonal(), options)
-        return matrix
+        values = _tensor(H, self._shape(problem), like)
+        if self.square:
+            _require_symmetric(values, "H")
+        _require_squares(values.diagonal() if self.square else values, options)
+        return values
 
     def state(self, H: Tensor, n_data: float) -> dict[str, Any]:
-        return {"values": (H + H.T).mul_(0.5).unsqueeze(0)}
-
-
-class DiagonalByHand(ByHand):
-    """A diagonal `[P]`."""
-
-    def zeros(self, problem: Problem, like: Tensor) -> Tensor:
-        return like.new_zeros(problem.layout.n_params)
-
-    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Tensor]:
-        summary, values = engine.diag(x, y)
-        return summary, values.sum(0)
-
-    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        diagonal = _tensor(H, (problem.layout.n_params,), like)
-        _require_squares(diagonal, options)
-        return diagonal
-
-    def state(self, H: Tensor, n_data: float) -> dict[str, Any]:
-        return {"values": H.clone().unsqueeze(0)}
+        return {"values": ((H + H.T).mul_(0.5) if self.square else H.clone()).unsqueeze(0)}
 
 
 class KronByHand(ByHand):
@@ -177,8 +151,11 @@ class KronByHand(ByHand):
     def state(self, H: Kron | KronDecomposed, n_data: float) -> dict[str, Any]:
         from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
 
-        blocks = _multiplied(H) if isinstance(H, KronDecomposed) else H.kfacs
-        copies = [[factor.clone() for factor in block] for block in blocks]
+        if isinstance(H, KronDecomposed):
+            pairs = zip(H.eigenvectors, H.eigenvalues, strict=True)
+            copies = [[_product(*pair).clone() for pair in zip(*block, strict=True)] for block in pairs]
+        else:
+            copies = [[factor.clone() for factor in block] for block in H.kfacs]
         return fields.state_of(KronParts.of(copies, n_data or 1, ASSIGNED))
 
 
@@ -206,13 +183,8 @@ def _factors(blocks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [factor for block in blocks for factor in block]
 
 
-def _multiplied(H: KronDecomposed) -> list[list[Tensor]]:
-    """Factors Q diag(λ) Qᵀ of eigendecompositions."""
-    pairs = zip(H.eigenvectors, H.eigenvalues, strict=True)
-    return [[_product(*pair) for pair in zip(vectors, values, strict=True)] for vectors, values in pairs]
-
-
 def _product(vectors: Tensor, values: Tensor) -> Tensor:
+    """A factor Q diag(λ) Qᵀ."""
     if vectors.ndim == 1:
         return values
     wide = widened(vectors)

@@ -18,7 +18,7 @@ from laplace.engines.sinks import DiagSink
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.base import Curvature
-from laplace.structures.by_hand import DiagonalByHand
+from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
@@ -51,7 +51,7 @@ class DiagCurvature(AdditiveCurvature):
 
     values: Tensor
     name = "diag"
-    by_hand = DiagonalByHand()
+    by_hand = TensorByHand(square=False)
     separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True

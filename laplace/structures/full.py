@@ -31,7 +31,7 @@ from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature
-from laplace.structures.by_hand import MatrixByHand
+from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.head_variances import HeadRoots
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
@@ -52,7 +52,7 @@ class FullCurvature(AdditiveCurvature):
     signed: bool = False
     name = "full"
     matrix_dims = 3
-    by_hand = MatrixByHand()
+    by_hand = TensorByHand(square=True)
     options = SignedOptions
     is_variational = True
     is_wide = True
