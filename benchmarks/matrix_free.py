@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks import models
 from benchmarks.timing import Case, Job
 from laplace import Laplace, ParametricLaplace
-from laplace.core import conjugate_gradients as cg
+from laplace.structures import krylov as cg
 
 _RESIDUAL = 1e-2
 

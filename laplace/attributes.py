@@ -15,10 +15,10 @@ from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.attributes import Part
 from laplace.posterior.posterior import Posterior
-from laplace.structures.damping import checked_damping
+from laplace.structures.kron import checked_damping
 
 if TYPE_CHECKING:
-    from laplace.structures.solve_report import SolveReport
+    from laplace.structures.krylov import SolveReport
 
 COMMON = frozenset(inspect.signature(BaseLaplace.__init__).parameters)
 """Names of the common constructor's arguments."""

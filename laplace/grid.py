@@ -48,7 +48,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.adapters import are_idle, has_adapters
 from laplace.structures import STRUCTURES
 from laplace.structures.base import Curvature
-from laplace.structures.damping import DampingForm
+from laplace.structures.kron import DampingForm
 from laplace.weights import WEIGHTS, Weights
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.grid import classes
 from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
-from laplace.structures.gp.subset_of_data import SubsetCurvature
+from laplace.structures.gp.subset import SubsetCurvature
 from laplace.weights import WEIGHTS, AllWeights
 from tests import grid
 from tests.reference.compare import assert_close

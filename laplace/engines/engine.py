@@ -21,8 +21,8 @@ from laplace.engines.kron_parts import KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import Bases, BlockSink, DiagSink, FullSink, Groups, KronSink, ProductSink, Sink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
 from laplace.likelihoods.output_hessian import OutputHessian

@@ -31,8 +31,8 @@ from laplace.engines.kron_parts import (
 )
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.heads import Head, HeadBlock, as_head, unrotated
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.jacobian.outer import FactoredBlock
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian

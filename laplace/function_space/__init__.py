@@ -29,7 +29,7 @@ else:
     )
 
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
-FAMILIES.refer("sod", "laplace.structures.gp.subset_of_data:SubsetCurvature")
+FAMILIES.refer("sod", "laplace.structures.gp.subset:SubsetCurvature")
 FAMILIES.refer("nystrom", "laplace.structures.gp.nystrom:NystromCurvature")
 FAMILIES.refer("variational", "laplace.function_space.variational:VariationalCurvature")
 

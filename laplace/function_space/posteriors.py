@@ -41,7 +41,7 @@ from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
 from laplace.structures.base import Precision
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
-from laplace.structures.gp.subset_precision import SubsetPrecision
+from laplace.structures.gp.subset import SubsetPrecision
 from laplace.tuning.grid import Losses
 from laplace.tuning.objectives import Loss, make_objective
 from laplace.tuning.scores import find_score

@@ -32,8 +32,8 @@ from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Pl
 from laplace.function_space.variational_training import Training, TrainingPass, start
 from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
-from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
+from laplace.structures.gp.dual import HOLDS_INPUTS, ObservingPass, uncounted
+from laplace.structures.gp.subset import DualScan, SubsetPrecision
 from laplace.structures.precision import Precision
 
 

@@ -16,8 +16,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
-from laplace.structures.gp.dual import Span
-from laplace.structures.gp.observed import jacobians
+from laplace.structures.gp.dual import Span, jacobians
 from laplace.structures.gp.subset import Pool, joined
 
 STRATEGIES = ("random", "kmeans")

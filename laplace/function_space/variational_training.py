@@ -18,7 +18,7 @@ from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
 from laplace.jacobian.jacobian import Jacobian, kernel_at, kernel_diagonal
 from laplace.structures.base import DataPass, require_finite
-from laplace.structures.gp.observed import jacobians, observed, uncounted
+from laplace.structures.gp.dual import jacobians, observed, uncounted
 from laplace.weights.problem import Problem
 
 LEARNT = ("prior_precision", "sigma_noise", "inducing_locations")

@@ -35,10 +35,10 @@ from laplace.network.spread import require_whole
 from laplace.network.witness import Witness
 from laplace.posterior.calibration import Calibration
 from laplace.predictive.options import PredictiveNames
+from laplace.structures.algebra import SignedOptions
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.by_hand import ByHand
 from laplace.structures.draws import drawn
-from laplace.structures.indefinite import SignedOptions
 from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.core.newton import minimise
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
+from laplace.refinement.newton import minimise
 
 
 @dataclass(frozen=True, eq=False)

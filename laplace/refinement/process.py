@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
-from laplace.core.newton import solved
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.fitting import Fit, ReadOptions
@@ -26,9 +25,10 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
+from laplace.refinement.newton import solved
 from laplace.refinement.refiner import RefineOptions, Refiner
 from laplace.structures.gp.dual import Dual, moved_by, pulled
-from laplace.structures.gp.subset_of_data import Subset, SubsetPass
+from laplace.structures.gp.subset import Subset, SubsetPass
 
 _START = 1e-8
 """Residual of the Newton step that a search begins with, relative to its gradient."""

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.core.newton import Minimum, minimise
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.engines.engine import same_count
@@ -18,6 +17,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.refinement.glm import LinearModel
+from laplace.refinement.newton import Minimum, minimise
 
 S = TypeVar("S", bound="Covariance")
 

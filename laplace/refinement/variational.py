@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.newton import Minimum
 from laplace.core.precision_policy import widened
 from laplace.posterior.posterior import Refinement
 from laplace.refinement.glm import LinearModel
+from laplace.refinement.newton import Minimum
 from laplace.refinement.refiner import Refiner, S
 from laplace.refinement.smoothing import Smoothing
 

@@ -22,7 +22,6 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.structures import fields
 from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
-from laplace.structures.diag_precision import DiagPrecision
 from laplace.structures.fields import move
 from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation
@@ -239,6 +238,8 @@ class Curvature(ABC):
         Raises:
             UnsupportedError: There is no density over weights before a fit.
         """
+        from laplace.structures.diag import DiagPrecision  # which derives from classes of this file
+
         return DiagPrecision(prior.precision.new_zeros(prior.layout.n_params), prior.precision.new_ones(1), prior)
 
     # Sums over data.

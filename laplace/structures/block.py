@@ -18,16 +18,15 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import BlockSink
 from laplace.errors import InvalidArgument
-from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.full_sum import MatrixSum
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Decompositions, Recent
+from laplace.structures.algebra import Decompositions, Recent, SignedOptions, nonnegative
 from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
-from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
-from laplace.structures.indefinite import SignedOptions, nonnegative
-from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.kron import KronPrecision, spectral_scan
 from laplace.structures.separation import Separation, first
+from laplace.structures.spectra import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.variances_over_priors import SpectralScan
 
 

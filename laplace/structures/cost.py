@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.profile import BatchProfile
 from laplace.jacobian.blocks import TensorShape
-from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.full_sum import MatrixSum
 
 DOUBLE = 8
 """Bytes of the float64 numbers in which factorisations are done."""

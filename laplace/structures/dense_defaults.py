@@ -23,10 +23,10 @@ from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra, fields
 from laplace.structures.additive import AdditiveCurvature
+from laplace.structures.algebra import SignedOptions
 from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature, FullPrecision
-from laplace.structures.indefinite import SignedOptions
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 

@@ -16,25 +16,69 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
+from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.structures import fields
 from laplace.structures.algebra import Recent
-from laplace.structures.base import Curvature, DataPass
-from laplace.structures.corrected import Correction
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum, values_at
-from laplace.structures.kron import KronCurvature, KronSeparation
-from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.kron import KronCurvature, KronPrecision, KronSeparation, spectral_scan
 from laplace.structures.separation import Separation, first, in_order
+from laplace.structures.spectra import BlockSpectrum, Spectra, diag_spectrum, values_at
 from laplace.structures.variances_over_priors import SpectralScan
+
+
+class Correction(DataPass):
+    """The last reading of a structure whose bases are known by then.
+
+    Args:
+        engine: Computes the numbers of a batch.
+        bases: U of every tensor.
+        corrected: The sum so far, `[E, n]` for n vectors of all bases; None before the first batch.
+    """
+
+    def __init__(self, engine: CurvatureEngine, bases: Bases, corrected: Tensor | None = None) -> None:
+        self.engine = engine
+        self.bases = bases
+        self.corrected = corrected
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        sink = DiagSink(self.bases, self.corrected)
+        summary = self.engine.accumulate(x, y, sink)
+        self.corrected = sink.values
+        require_finite(all_finite([self.corrected]))
+        return summary
+
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(corrected=self.corrected)
+
+    def form(self) -> Any:
+        return fields.form_of(self.sums())
+
+    def make_room(self, form: Any) -> None:
+        if self.corrected is None:
+            self.corrected = fields.zeros_of(form, self.engine.problem.device)["corrected"]
+
+    def read(self) -> Tensor:
+        """The diagonals of all data, `[E, n]`.
+
+        Raises:
+            InvalidData: There were none.
+        """
+        if self.corrected is None:
+            raise InvalidData("no batch was read.")
+        return self.corrected
+
 
 _FACTORS = KronSeparation()
 

@@ -22,21 +22,64 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import DenseBlock
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
+from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.matrix_sum import MatrixSum
-from laplace.jacobian.paired_matrix import PairedMatrix, jacobian_product
-from laplace.jacobian.pairs import Pairs
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Recent
+from laplace.structures.algebra import Recent, SignedOptions, nonnegative, require_positive
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
-from laplace.structures.head_variances import HeadRoots
-from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
+
+_COLUMNS = 32
+"""Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""
+
+
+@dataclass(frozen=True)
+class HeadRoots:
+    """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|².
+
+    Attributes:
+        columns: Of all outputs some columns side by side, without the rows that are zero, `[D − s, w·C]`; the last ones
+            are the fewest.
+        n_outputs: C.
+    """
+
+    columns: tuple[Tensor, ...]
+    n_outputs: int
+
+    @classmethod
+    def of(cls, root: Tensor, order: Tensor, dtype: torch.dtype) -> HeadRoots:
+        """The roots of a head's blocks, differentiable in the root of P⁻¹.
+
+        Args:
+            root: L with L Lᵀ = P⁻¹, `[P, P]`, float64.
+            order: Place of every (output, feature), `[C, D]`.
+            dtype: Of products with the roots.
+        """
+        # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
+        mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
+        lower = torch.stack([torch.linalg.qr(root[entries].T, mode)[1].T for entries in order]).to(dtype)
+        starts = range(0, order.shape[1], _COLUMNS)
+        columns = (lower[:, start:, start : start + _COLUMNS].permute(1, 2, 0).flatten(1) for start in starts)
+        return cls(tuple(part.contiguous() for part in columns), len(order))
+
+    def variances(self, features: Tensor) -> Tensor:
+        """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]`."""
+        features = features.to(self.columns[0])
+        step = max(1, CHUNK_BYTES // (8 * self.n_outputs * features.shape[1]))
+        return torch.cat([self._of_some(rows) for rows in features.split(step)])
+
+    def _of_some(self, features: Tensor) -> Tensor:
+        first, *others = self.columns
+        squares = (features @ first).square()
+        for columns in others:
+            products = features[:, features.shape[1] - len(columns) :] @ columns
+            squares[:, : columns.shape[1]].addcmul_(products, products)
+        return squares.unflatten(1, (-1, self.n_outputs)).sum(1)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronParts
 from laplace.errors import InvalidArgument
-from laplace.structures.damping import Damping
-from laplace.structures.eigenblocks import BlockSpectrum, Spectra, picked_matrix
+from laplace.structures.kron import Damping
+from laplace.structures.spectra import BlockSpectrum, Spectra, picked_matrix
 
 
 class DecomposedCurvature(KronDecomposed):

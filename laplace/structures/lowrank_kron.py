@@ -16,35 +16,553 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
+from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import widened
+from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink, KronSink, PairOfSinks
-from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import fields, kronecker_eigenvectors
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, total
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.outer import unpicked
+from laplace.structures import algebra, fields, kronecker_eigenvectors
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.corrected import Correction
-from laplace.structures.cost import Cost
-from laplace.structures.kronecker_eigenvectors import Columns, columns_of, corrected_columns_of
-from laplace.structures.log_det import Pairs
-from laplace.structures.low_rank_factors import Draws, Ranges, Side
-from laplace.structures.lowrank_kron_cost import LowRankKronOptions, cost_of
-from laplace.structures.lowrank_kron_grid import Grid, grids
-from laplace.structures.lowrank_kron_part import Part
-from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
+from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
+from laplace.structures.diag import DiagCurvature
+from laplace.structures.ekfac import Correction
+from laplace.structures.kronecker_eigenvectors import (
+    Columns,
+    Draws,
+    Ranges,
+    Side,
+    columns_of,
+    corrected_columns_of,
+    pair_bytes,
+)
+from laplace.structures.log_det import Pairs, log_det_ratio
+from laplace.structures.powers import shrinking_slopes
+from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation, first, in_order, linked
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The candidates of one tensor.
+
+    Attributes:
+        basis: Vectors of both sides; None of a tensor without factors, which has no candidates.
+    """
+
+    basis: ProductBasis | None
+
+    @property
+    def size(self) -> int:
+        """Number of candidates."""
+        return 0 if self.basis is None else self.basis.size
+
+    def project(self, block: Block) -> Block:
+        """Products of a Jacobian block with the candidates; of single entries of a tensor those of all of it."""
+        return block if self.basis is None else unpicked(block).in_basis(self.basis)
+
+    def table(self, values: Tensor) -> Tensor:
+        """Values `[E, n]` of the candidates by group and by the vectors of both sides, `[E, G, r_in, r_out]`."""
+        if self.basis is None:
+            return values.unflatten(1, (0, 0, 0))
+        table = values.unflatten(1, self.basis.shape_in_basis)
+        return table.mT if self.basis.output_first else table
+
+    def carried(self, table: Tensor, to: Grid) -> Tensor:
+        """Diagonal of Vᵀ U diag(λ*) Uᵀ V in other candidates V: Σ_i (v_j · u_i)² λ*_i, as a table.
+
+        Args:
+            table: λ* of these candidates U, `[E, G, r_in, r_out]`.
+            to: V.
+        """
+        if self.basis is None or to.basis is None:
+            return table
+        wide = widened(table)
+        if self.basis.inputs is not None and to.basis.inputs is not None:
+            wide = _squared_products(self.basis.inputs, to.basis.inputs).mT @ wide
+        if self.basis.output is not None and to.basis.output is not None:
+            wide = wide @ _squared_products(self.basis.output, to.basis.output)
+        return wide.to(table)
+
+
+def _squared_products(one: OrthogonalBasis, other: OrthogonalBasis) -> Tensor:
+    return (widened(one.matrix()).mT @ widened(other.matrix())).square()
+
+
+def grids(blocks: Sequence[KronBlock], sides: Mapping[str, Side], factors: Mapping[str, Tensor]) -> tuple[Grid, ...]:
+    """The candidates of every tensor.
+
+    Args:
+        blocks: What the sides mean.
+        sides: Low-rank sides by key.
+        factors: Counts of the rows of embeddings by key.
+    """
+    return tuple(_grid(block, sides, factors) for block in blocks)
+
+
+def _grid(block: KronBlock, sides: Mapping[str, Side], factors: Mapping[str, Tensor]) -> Grid:
+    if block.kind != "kron":
+        return Grid(None)
+    output = sides[block.output].basis
+    inputs, n_inputs = _inputs(block.input, sides, factors)
+    pair, widths = (DenseBasis(output), inputs), (output.shape[1], n_inputs)
+    (left, right), (rows, columns) = (pair[::-1], widths[::-1]) if block.input_first else (pair, widths)
+    return Grid(ProductBasis(left, right, (len(output), rows, columns), not block.input_first))
+
+
+def _inputs(
+    key: str | None, sides: Mapping[str, Side], factors: Mapping[str, Tensor]
+) -> tuple[OrthogonalBasis | None, int]:
+    """Vectors of the input side, None for all rows of a table and of a bias, and its width."""
+    if key is None:
+        return None, 1
+    if key in sides:
+        return DenseBasis(sides[key].basis), sides[key].basis.shape[1]
+    return None, len(factors[key])
+
+
+_ROUNDING = 32
+"""A rest of the diagonal up to so many units of its rounding is zero."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms.
+
+    Attributes:
+        columns: U.
+        values: Λ, `[K]`, float64.
+        scaling: S, `[p]`.
+        rest: D, `[p]`.
+    """
+
+    columns: Columns
+    values: Tensor
+    scaling: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype) -> Part:
+        """From columns and the exact diagonal `[p]` of the weighted terms, in float64.
+
+        Args:
+            columns: U, with a Λ for every term.
+            diagonal: H_pp.
+            weights: Of the terms, `[E]`.
+            dtype: The curvature's.
+        """
+        diagonal = diagonal.clamp(min=0)
+        if not len(columns):
+            return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
+        values = widened(weights) @ columns.values
+        lowrank = columns.diagonal(values)
+        exceeds = lowrank > diagonal
+        positive = exceeds & (diagonal > 0)
+        ratio = torch.where(positive, diagonal, 1.0) / torch.where(positive, lowrank, 1.0)
+        scaling = torch.where(exceeds & ~positive, 0.0, ratio.sqrt())
+        rest = torch.where(exceeds, 0.0, diagonal - lowrank)
+        rest = torch.where(rest > _ROUNDING * torch.finfo(dtype).eps * diagonal, rest, 0.0)
+        return cls(columns, values, scaling.to(dtype), rest.to(dtype))
+
+    @property
+    def size(self) -> int:
+        """Number of entries, p."""
+        return len(self.rest)
+
+
+def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
+    """Σ log det K over tensors, 0-dim, float64, differentiable in ratios and parts.
+
+    Args:
+        parts: The curvature of every tensor.
+        ratios: C of every tensor, `[1]` or `[p]`.
+
+    Raises:
+        CurvatureError: The prior is so small that a K is singular by rounding.
+    """
+    pairs = [(part, widened(ratio)) for part, ratio in zip(parts, ratios, strict=True) if len(part.columns)]
+    if not pairs:
+        return widened(ratios[0].new_zeros(()))
+    some, of = zip(*pairs, strict=True)
+    if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
+        return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
+    grams = [part.columns.gram((ratio * _damped(part, ratio)).unsqueeze(0)) for part, ratio in pairs]
+    return _log_det(_cholesky(_inside(some, grams).squeeze(1)))
+
+
+class _LogDetInside(torch.autograd.Function):
+    """The sum and its slope in every ratio; where its gradient is to have a graph, that is the graph of the slopes."""
+
+    @staticmethod
+    def forward(ctx: Any, ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        ctx.parts = parts
+        value, slopes = _value_and_slopes(ratios, parts)
+        ctx.save_for_backward(ratios, slopes)
+        ctx.mark_non_differentiable(slopes)
+        return value, slopes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ratios, slopes = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            slopes = _value_and_slopes(ratios, ctx.parts)[1]
+        return gradients[0] * slopes, None
+
+
+def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Σ log det K, 0-dim, and d log det K / dc of every tensor, `[n]`, for c `[n]`."""
+    grams = [part.columns.gram_of(partial(_weights, part, c)) for part, c in zip(parts, ratios.unbind(), strict=True)]
+    inside, slopes = _inside(parts, grams).unbind(1)
+    factor = _cholesky(ratios.view(-1, 1, 1) * inside)
+    return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
+
+
+def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
+    """S² A and S² A² of some entries of a tensor, `[2, n]`, for one c, float64.
+
+    They are rounded to the curvature's dtype, as S and D are: log det K is moved by no more than that for a column.
+    """
+    rest, scaling = part.rest[at], part.scaling[at]
+    damping = (1 + ratio.to(rest.dtype) * rest).reciprocal()
+    weights = scaling.square() * damping
+    return widened(torch.stack([weights, weights * damping]))
+
+
+def _damped(part: Part, ratios: Tensor) -> Tensor:
+    """S² A of the entries of a tensor, `[p]`, for c in as many dimensions, or one."""
+    return widened(part.scaling).square() / (1 + ratios * widened(part.rest))
+
+
+def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
+    """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor, from its m Grams `[m, k, k]`, in one size by zeros, `[n, m, K, K]`."""
+    rank = max(len(part.columns) for part in parts)
+    roots = torch.stack([pad(part.values.sqrt(), (0, rank - len(part.values))) for part in parts])
+    stacked = torch.stack([pad(gram, (0, rank - gram.shape[-1]) * 2) for gram in grams])
+    return stacked * (roots.unsqueeze(2) * roots.unsqueeze(1)).unsqueeze(1)
+
+
+def _log_det(factor: Tensor) -> Tensor:
+    """Σ log det K, 0-dim, of Cholesky factors `[n, K, K]`."""
+    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum()
+
+
+def _cholesky(inside: Tensor) -> Tensor:
+    """Cholesky factors of K, of K − I `[n, K, K]`."""
+    factor = algebra.cholesky(inside + torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device))
+    if factor is None:
+        raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+    return factor
+
+
+_CANCELLING = 1e-3
+"""Share of a variance that rounding may take before it is computed in float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64.
+
+    Attributes:
+        part: Its curvature.
+        inverse: B⁻¹, `[p]`.
+        roots: √(s Λ), `[K]`.
+        factor: Cholesky factor of K, `[K, K]`.
+    """
+
+    part: Part
+    inverse: Tensor
+    roots: Tensor
+    factor: Tensor
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """S B⁻¹, `[p]`: what the entries of U are multiplied with in B⁻¹ V."""
+        return widened(self.part.scaling) * self.inverse
+
+    def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> tuple[Tensor, Tensor | None]:
+        """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
+
+        The second term takes away what the first one has: True, 0-dim, is returned too where too little is left for
+        `dtype`, and None where nothing is taken away.
+        """
+        inverse = self.inverse.to(dtype)
+        first = block.weighted_norms(inverse) if diagonal else block.weighted_gram(inverse)
+        if not len(self.roots):
+            return first, None
+        z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
+        z = z.unflatten(1, (block.n_data, -1))
+        rest = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
+        return rest, None if dtype == wide_dtype(first.device) else self._cancels(first, rest, diagonal=diagonal)
+
+    def _cancels(self, first: Tensor, rest: Tensor, *, diagonal: bool) -> Tensor:
+        before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, rest))
+        return (after * _CANCELLING < torch.finfo(rest.dtype).eps * before).any()
+
+    def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """J B⁻¹ V, `[K, B, C]`."""
+        weights, roots = self._weights.to(dtype), self.roots.to(dtype)
+        rows = self.part.columns.rows(dtype)
+        return torch.cat([block.apply(row * weights) * roots[some, None, None] for some, row in rows])
+
+    def covariance(self, rows: Tensor) -> Tensor:
+        """J P⁻¹ Jᵀ of rows `[n, p]`, `[n, n]`, float64."""
+        rows = widened(rows)
+        z = torch.linalg.solve_triangular(self.factor, self._inside(rows * self._weights).T, upper=False)
+        return (rows * self.inverse) @ rows.T - z.T @ z
+
+    def _inside(self, vectors: Tensor) -> Tensor:
+        return self.part.columns.inside(vectors) * self.roots
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """B^(−1/2) (I + W Wᵀ)^(−1/2) ε with W = B^(−1/2) V, of ε `[S, p]`."""
+        deviations = self.inverse.sqrt()
+        if not len(self.roots):
+            return noise * deviations
+        whiten = widened(self.part.scaling) * deviations
+        core = self.factor @ self.factor.T
+        values, vectors = algebra.eigh(core)
+        values = values.clamp(min=1)
+        roots = values.sqrt()  # K = I + WᵀW; 1 − 1/√K over K − 1 is 1 / (√K (1 + √K))
+        shrunk = (vectors / (roots * (1 + roots))) @ vectors.T
+        if core.requires_grad:
+            drift = vectors.T @ (core - core.detach()) @ vectors
+            shrunk = shrunk + vectors @ (shrinking_slopes(values) * drift) @ vectors.T
+        inside = self._inside(noise * whiten) @ shrunk
+        return (noise - self.part.columns.combined(inside * self.roots) * whiten) * deviations
+
+    def diagonal(self) -> Tensor:
+        """Diagonal of P⁻¹, `[p]`."""
+        if not len(self.roots):
+            return self.inverse
+        whitened = torch.linalg.solve_triangular(self.factor, torch.diag(self.roots), upper=False)
+        removed = self.part.columns.forms(whitened.T @ whitened) * self._weights.square()
+        least = 1 / (1 / self.inverse + self.part.columns.diagonal(self.roots.square()) * self.part.scaling.square())
+        return torch.maximum(self.inverse - removed, least)  # (P⁻¹)_pp is at least 1 / P_pp
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankKronPrecision(Precision):
+    """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal.
+
+    Attributes:
+        parts: Unit curvature of every tensor, for weights with a mean of 1.
+        weights: Scale of every curvature term, `[E]`; s is their mean.
+        prior: δ.
+        pairs: D of all tensors for log determinants, where no hyper-parameter changes it.
+    """
+
+    parts: tuple[Part, ...]
+    weights: Tensor
+    prior: GaussianPrior
+    pairs: Pairs | None = None
+
+    @property
+    def _scale(self) -> Tensor:
+        return algebra.mean_weight(self.weights)
+
+    @property
+    def _rest(self) -> Tensor:
+        """D of all tensors, `[P]`."""
+        return torch.cat([part.rest for part in self.parts])
+
+    def logdet_ratio(self) -> Tensor:
+        ratios = self._scale / self.prior.precision
+        if not self.prior.is_constant_per_tensor:
+            return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
+        inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
+        if self.pairs is not None:
+            return self.pairs.log_det_ratio(self._scale, self.prior.precision) + inside
+        sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
+        return log_det_ratio(self._rest, ratios, sizes) + inside
+
+    def _inverse(self, part: Part, delta: Tensor) -> Tensor:
+        """B⁻¹, `[p]`, float64."""
+        return 1 / (widened(self._scale) * widened(part.rest) + widened(delta))
+
+    def _cholesky(self, part: Part, delta: Tensor) -> Tensor:
+        """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64.
+
+        Raises:
+            CurvatureError: The prior is so small that K is singular by rounding.
+        """
+        roots = (widened(self._scale) * part.values).sqrt()
+        gram = part.columns.gram(widened(part.scaling).square() * self._inverse(part, delta))
+        eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
+        factor = algebra.cholesky(eye + roots.unsqueeze(1) * gram * roots)
+        if factor is None:
+            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+        return factor
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        wide = widened(vectors)
+        total = wide.square() @ widened(self._scale * self._rest + self.prior.diagonal())
+        for part, piece in zip(self.parts, wide.split([part.size for part in self.parts], -1), strict=True):
+            inside = part.columns.inside(piece * part.scaling)
+            total = total + self._scale * (inside.square() * part.values).sum(-1)
+        return total.to(vectors.dtype)
+
+    def to_dense(self) -> Tensor:
+        blocks = [self._dense_block(part) for part in self.parts]
+        dense = torch.block_diag(*blocks) + torch.diag(self._scale * self._rest + self.prior.diagonal())
+        return dense.to(self.prior.precision.dtype)
+
+    def _dense_block(self, part: Part) -> Tensor:
+        eye = torch.eye(len(part.columns), dtype=wide_dtype(part.rest.device), device=part.rest.device)
+        rows = part.columns.combined(eye) * part.scaling
+        return self._scale * (rows.T * part.values) @ rows
+
+    @cached_property
+    def _solved(self) -> tuple[_Solved, ...]:
+        solved: list[_Solved] = []
+        for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
+            inverse = self._inverse(part, delta).expand(part.size)
+            factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
+            solved.append(_Solved(part, inverse, (widened(self._scale) * part.values).sqrt(), factor))
+        return tuple(solved)
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return self._reduced(jacobian, diagonal=False)
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return self._reduced(jacobian, diagonal=True)
+
+    def _reduced(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
+        dtype = jacobian.summed_in(self.prior.precision.dtype)
+        blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
+        pairs = list(zip(self._solved, blocks, strict=True))
+        reduced = [part.reduced(block, dtype, diagonal=diagonal) for part, block in pairs]
+        flags = [cancels for _, cancels in reduced if cancels is not None]
+        if not flags or not is_true(torch.stack(flags).any()):
+            return total(values for values, _ in reduced)
+        wide = wide_dtype(flags[0].device)
+        return total(
+            values
+            if cancels is None or not bool(cancels)
+            else part.reduced(block.cast(wide), wide, diagonal=diagonal)[0].to(dtype)
+            for (part, block), (values, cancels) in zip(pairs, reduced, strict=True)
+        )
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]
+        parts = [solved.covariance(part) for solved, part in zip(self._solved, rows, strict=True)]
+        return torch.stack(parts).sum(0).to(jacobian.summed_in(self.prior.precision.dtype))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        pieces = widened(noise).split([part.size for part in self.parts], -1)
+        drawn = [solved.sample(piece) for solved, piece in zip(self._solved, pieces, strict=True)]
+        return torch.cat(drawn, -1).to(noise.dtype)
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return torch.cat([solved.diagonal() for solved in self._solved]).to(self.prior.precision.dtype)
+
+    @property
+    def public(self) -> LowRankKronPrecision:
+        return self
+
+
+@dataclass(frozen=True)
+class LowRankKronOptions:
+    """Options of `hessian_structure="lowrank_kron"`.
+
+    Attributes:
+        rank: Columns kept of every tensor, k.
+        oversampling: Vectors by which the search for eigenvectors is wider than k; a side of at most k + oversampling
+            entries is decomposed exactly.
+        seed: Of the random vectors.
+        corrected: Whether columns are chosen and weighed by the exact diagonal of the curvature in the products of
+            k + oversampling vectors of either side, in place of products of eigenvalues: a third reading of the data.
+
+    Raises:
+        InvalidArgument: A rank below 1, or an oversampling below 0.
+    """
+
+    rank: int = 10
+    oversampling: int = 10
+    seed: int = 0
+    corrected: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(rank=self.rank)
+        check_counts(0, oversampling=self.oversampling)
+
+    @property
+    def width(self) -> int:
+        """Vectors of every side in the search."""
+        return self.rank + self.oversampling
+
+    @property
+    def held(self) -> int:
+        """Vectors held of every side."""
+        return self.width if self.corrected else self.rank
+
+
+def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
+    """Memory and work of a fit and of predictions."""
+    diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
+    columns = 1 if profile.is_head else max(1, profile.n_columns)  # a head is summed without a root of Λ
+    sketch = sides.columns(options.width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
+    gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
+    candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
+    numbers = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
+    fitted = diag.fitted + numbers * profile.itemsize
+    n_passes = 3 if options.corrected else 2
+    projection = float(profile.n_data * columns * sides.columns(options.width))  # of factors, in every reading
+    return Cost(
+        fitted=fitted,
+        running=max(diag.running + 2 * sketch, fitted + candidates * profile.itemsize),
+        adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * (profile.n_params + candidates)),
+        pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
+        posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
+        + sides.columns(options.rank) * DOUBLE
+        + 3 * candidates * DOUBLE  # as they are ordered
+        + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
+        projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
+        n_passes=n_passes,
+        work=diag.work / n_passes + projection + (_summing(profile, options) / n_passes if options.corrected else 0.0),
+        between=float(options.width**2 * sides.columns(1)),
+    )
+
+
+def _candidates(profile: BatchProfile, options: LowRankKronOptions) -> int:
+    """Products of the vectors of both sides of every tensor, of an embedding those of every row."""
+    return sum(
+        _vectors(shape, options) * (shape.n_inputs if shape.indexed else min(shape.n_inputs, options.width))
+        for shape in profile.tensors
+        if shape.factored
+    )
+
+
+def _summing(profile: BatchProfile, options: LowRankKronOptions) -> float:
+    """Multiplications per batch of squares of the Jacobian in the candidates."""
+    per_column = sum(
+        shape.positions * _vectors(shape, options) * (1 if shape.indexed else min(shape.n_inputs, options.width))
+        for shape in profile.tensors
+        if shape.factored
+    )
+    return float(profile.n_data * max(1, profile.n_columns) * per_column)
+
+
+def _vectors(shape: TensorShape, options: LowRankKronOptions) -> int:
+    """Vectors of the output side, of all groups."""
+    return shape.groups * min(shape.n_outputs, options.width)
 
 
 class LowRankKronSeparation(Separation["LowRankKronCurvature"]):

@@ -2,26 +2,291 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
+from laplace.core import checks
+from laplace.core.batch import Inputs
+from laplace.core.digest import digest
+from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import wide_dtype
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.engines.engine import CurvatureEngine
-from laplace.errors import UnsupportedError
+from laplace.errors import CurvatureError, ProcessError, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields
 from laplace.structures.algebra import other_structure
 from laplace.structures.base import Curvature, DataPass, narrowed
+from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation
-from laplace.structures.sharded_precision import ShardedPrecision, SharePrecision, apart
 from laplace.structures.variances_over_priors import VariancesOverPriors
+
+_MATRIX = "the precision, the covariance or a root of it as a matrix"
+_INSTEAD = "ask for la.posterior_variance, la.sample or la(x)"
+
+
+def apart(what: str, instead: str) -> UnsupportedError:
+    """The error of what no process could compute from its own tensors."""
+    return UnsupportedError(
+        f"{what} of a sharded posterior, of which every process stores some tensors only: {instead}; or fit with "
+        "sharded=False."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SharePrecision(Precision):
+    """One process's share: what it answers, added up over the processes, is what the whole precision would answer.
+
+    Attributes:
+        own: P of this process's tensors; None if it has none, and a share of zero in all.
+        tensors: Their indices.
+        prior: N(μ₀, diag(δ)⁻¹) of all tensors.
+    """
+
+    own: Precision | None
+    tensors: tuple[int, ...]
+    prior: GaussianPrior
+
+    def logdet_ratio(self) -> Tensor:
+        return self.prior.precision.new_zeros(()) if self.own is None else self.own.logdet_ratio()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        if self.own is None:
+            return vectors.new_zeros(vectors.shape[:-1])
+        return self.own.quad(self.prior.layout.gathered(vectors, self.tensors))
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        if self.own is None:
+            shape = jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents
+            return self._zeros(jacobian, *shape)
+        return self.own.functional_variance(self._part(jacobian))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        if self.own is None:
+            return self._zeros(jacobian, jacobian.n_data, jacobian.n_cotangents)
+        return self.own.functional_diagonal(self._part(jacobian))
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        if self.own is None:
+            size = jacobian.n_data * jacobian.n_cotangents
+            return self._zeros(jacobian, size, size)
+        return self.own.functional_covariance(self._part(jacobian))
+
+    def _part(self, jacobian: Jacobian) -> Jacobian:
+        return replace(jacobian, blocks=tuple(jacobian.blocks[i] for i in self.tensors))
+
+    def _zeros(self, jacobian: Jacobian, *shape: int) -> Tensor:
+        like = self.prior.precision.detach()
+        return like.new_zeros(shape, dtype=jacobian.summed_in(like.dtype))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self._placed(noise, lambda own, part: own.sample(part))
+
+    def diagonal_of_inverse(self) -> Tensor:
+        like = self.prior.precision.detach()
+        return self._placed(like.new_zeros(self.prior.layout.n_params), lambda own, _: own.diagonal_of_inverse())
+
+    def _placed(self, vectors: Tensor, of: Callable[[Precision, Tensor], Tensor]) -> Tensor:
+        """Vectors `[..., P]` with a function of their own entries in the place of these, and zeros elsewhere."""
+        layout, total = self.prior.layout, torch.zeros_like(vectors)
+        if self.own is not None:
+            values = of(self.own, layout.gathered(vectors, self.tensors))
+            for i, part in zip(self.tensors, layout.part(self.tensors).split(values), strict=True):
+                total[..., layout.slices[i]] = part
+        return total
+
+    def to_dense(self) -> Tensor:
+        raise apart(_MATRIX, _INSTEAD)
+
+
+@dataclass(frozen=True)
+class _Word:
+    """A process's account of a query, before answers are added.
+
+    Attributes:
+        asked: Digest of what it asks: inputs and hyper-parameters.
+        shape: Shape of its answer.
+        dtype: Its dtype.
+        undefined: Why P is not positive definite, or None.
+        has_graph: Whether a derivative of the answer is wanted.
+    """
+
+    asked: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    undefined: str | None = None
+    has_graph: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPrecision(Precision):
+    """P, whose queries are sums over processes.
+
+    The log determinant is differentiable in weights and prior, once; what else is asked has no derivative.
+
+    Attributes:
+        processes: The group.
+        share: This process's share at some weights and prior.
+        weights: Scale of every curvature term, `[E]`.
+        prior: N(μ₀, diag(δ)⁻¹) of all tensors.
+    """
+
+    processes: Processes
+    share: Callable[[Tensor, GaussianPrior], SharePrecision]
+    weights: Tensor
+    prior: GaussianPrior
+
+    @cached_property
+    def _mine(self) -> SharePrecision:
+        return self.share(self.weights, self.prior)
+
+    def logdet_ratio(self) -> Tensor:
+        """With its slopes, which travel in the same sum: a backward pass is no collective call."""
+        weights, delta = self.weights, self.prior.precision
+        if not torch.is_grad_enabled() or not (weights.requires_grad or delta.requires_grad):
+            return self._total("the evidence", (), lambda share: widened(share.logdet_ratio()))
+        packed = self._total("the evidence and its gradient", (), lambda _: self._with_slopes())
+        value, *slopes = packed.split([1, weights.numel(), delta.numel()])
+        return _WithSlopes.apply(value, weights, slopes[0].view_as(weights), delta, slopes[1].view_as(delta))
+
+    def _with_slopes(self) -> Tensor:
+        """The share of the log determinant and of its derivatives in weights and prior, side by side, float64."""
+        with torch.enable_grad():
+            weights, delta = (value.detach().requires_grad_() for value in (self.weights, self.prior.precision))
+            value = self.share(weights, replace(self.prior, precision=delta)).logdet_ratio()
+            value = value + 0 * (weights.sum() + delta.sum())  # of a process without tensors there is no graph
+            slopes = torch.autograd.grad(value, (weights, delta))
+        return torch.cat([widened(part.detach()).reshape(-1) for part in (value, *slopes)])
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return self._total("densities", (vectors,), lambda share: share.quad(vectors))
+
+    def summed(self, x: Inputs, of: Callable[[Precision], Gaussian]) -> Gaussian:
+        gaussians: list[Gaussian] = []
+
+        def covariance(share: Precision) -> Tensor:
+            gaussians.append(of(share))
+            return gaussians[0].covariance
+
+        total = self._total("predictions", x, covariance)
+        return replace(gaussians[0], covariance=total)
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return self._contracted(jacobian, lambda share: share.functional_variance(jacobian))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return self._contracted(jacobian, lambda share: share.functional_diagonal(jacobian))
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        return self._contracted(jacobian, lambda share: share.functional_covariance(jacobian))
+
+    def _contracted(self, jacobian: Jacobian, of: Callable[[Precision], Tensor]) -> Tensor:
+        return self._total("variances", tuple(tensor for _, tensor in fields.named_tensors(jacobian)), of)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self._total("samples", (noise,), lambda share: share.sample(noise))
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self._total("variances of the weights", (), lambda share: share.diagonal_of_inverse())
+
+    def to_dense(self) -> Tensor:
+        raise apart(_MATRIX, _INSTEAD)
+
+    @property
+    def scale(self) -> Tensor:
+        raise apart(_MATRIX, _INSTEAD)
+
+    def _total(self, what: str, inputs: Inputs, of: Callable[[Precision], Tensor]) -> Tensor:
+        """The sum of the answers of all processes: one exchange of words, then one sum.
+
+        Args:
+            what: What is asked for, for messages.
+            inputs: What the answer depends on, besides the hyper-parameters; equal in all processes.
+            of: A process's answer, of its share.
+
+        Raises:
+            CurvatureError: P is not positive definite in some process.
+            ProcessError: Another process failed, or asks for something else.
+            UnsupportedError: The answer would have a graph, which the other shares have no part in.
+        """
+        answers: list[Tensor] = []
+
+        def attempt() -> _Word:
+            undefined = None
+            try:
+                with checks.together():  # those that fail must be known before the others are told
+                    value = of(self._mine)
+            except CurvatureError as error:
+                value, undefined = self.weights.new_zeros(()), str(error)
+            answers.append(value.detach().contiguous())
+            asked = digest([*batches.tensors(inputs), self.weights, self.prior.precision])
+            return _Word(f"{what} {asked}", tuple(value.shape), value.dtype, undefined, value.requires_grad)
+
+        words = self.processes.agreed(attempt)
+        _compare(what, words)
+        return self.processes.sum_(answers[0])
+
+
+def _compare(what: str, words: list[_Word]) -> None:
+    """Requires that all processes asked for the same, and found it.
+
+    Raises:
+        CurvatureError: P is not positive definite in some process.
+        ProcessError: One asked for something else than the first.
+        UnsupportedError: A derivative is wanted.
+    """
+    for rank, word in enumerate(words):
+        if word.asked != words[0].asked:
+            raise ProcessError(
+                f"rank {rank} of the group asks for {what} at other inputs or hyper-parameters than rank 0; all "
+                "processes of a sharded posterior must be given the same x, seeds and hyper-parameters, in the same "
+                "order of calls."
+            )
+    for rank, word in enumerate(words):
+        if word.undefined is not None:
+            raise CurvatureError(f"rank {rank} of the group: {word.undefined}")
+    if any(word.has_graph for word in words):
+        raise apart(f"derivatives of {what}", "only the evidence has them; detach inputs and hyper-parameters")
+    for rank, word in enumerate(words):
+        if (word.shape, word.dtype) != (words[0].shape, words[0].dtype):
+            raise ProcessError(f"rank {rank} of the group asks for {what} in another form than rank 0.")
+
+
+class _WithSlopes(torch.autograd.Function):
+    """A number with its derivatives, which are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weights: Tensor, of_weights: Tensor, delta: Tensor, of_delta: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weights, of_weights.to(weights.dtype), delta, of_delta.to(delta.dtype))
+        return value.reshape(()).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights, of_weights, delta, of_delta = ctx.saved_tensors
+        return None, gradient * _Slope.apply(of_weights, weights), None, gradient * _Slope.apply(of_delta, delta), None
+
+
+class _Slope(torch.autograd.Function):
+    """A derivative at a point, which has none itself: a second derivative would lack it in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, slope: Tensor, point: Tensor) -> Tensor:
+        return slope.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise apart("second derivatives of the evidence", "it has first ones")
 
 
 @dataclass(frozen=True, eq=False)

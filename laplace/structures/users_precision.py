@@ -20,8 +20,8 @@ from laplace.structures.precision import Precision
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
-    from laplace.structures.eigenblocks import BlockSpectrum
-    from laplace.structures.kron_precision import KronPrecision
+    from laplace.structures.kron import KronPrecision
+    from laplace.structures.spectra import BlockSpectrum
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +115,8 @@ def precision_of_factors(
     Raises:
         CurvatureError: P is not positive definite.
     """
-    from laplace.structures.eigenblocks import Spectra
-    from laplace.structures.kron_precision import KronPrecision
+    from laplace.structures.kron import KronPrecision
+    from laplace.structures.spectra import Spectra
 
     tables = [widened(table).expand(shape) for table, shape in zip(matrix.spectra(), matrix.shapes, strict=True)]
     prior = torch.stack([0.5 * table.detach().amin() for table in tables]).to(dtype)
@@ -130,7 +130,7 @@ def precision_of_factors(
 
 
 def _spectrum(block: KronBlock, vectors: list[Tensor], values: Tensor) -> BlockSpectrum:
-    from laplace.structures.eigenblocks import BlockSpectrum
+    from laplace.structures.spectra import BlockSpectrum
 
     bases = [None if side.ndim == 1 else side for side in vectors]
     if block.kind != "kron" or block.index is not None:

@@ -22,8 +22,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.core.newton import minimise
 from laplace.likelihoods.base import Likelihood
+from laplace.refinement.newton import minimise
 
 _FLOOR = 1e-6
 """The smallest λ, as a share of the features' mean square sum: it makes the minimum unique where nothing else does."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from laplace import ParametricLaplace
 from laplace.compat.kronecker import KronDecomposed
 from laplace.errors import LaplaceError
-from laplace.structures.kron import KronCurvature
-from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.kron import KronCurvature, KronPrecision
 from tests import problems as catalogue
 from tests.conformance.cases import FEW, Case, by_turns, drawn, few, own_dense, priors, truth
 from tests.conformance.dense_posterior import Dense, hyper_parameters

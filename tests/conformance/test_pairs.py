@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.jacobian import packed, pair_sum, pairs
+from laplace.jacobian import full_sum
+from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.heads import HeadBlock
-from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures.full import FullPrecision
 from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
@@ -23,12 +23,12 @@ from tests.reference.compare import assert_close
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pairs for networks of any size, a few data at a time."""
-    monkeypatch.setattr(pairs, "_WORTHWHILE", 0)
-    monkeypatch.setattr(packed, "_STRIP", 2)
-    monkeypatch.setattr(pairs, "CHUNK_BYTES", 2**12)
-    packed.strips.cache_clear()
+    monkeypatch.setattr(full_sum, "_WORTHWHILE", 0)
+    monkeypatch.setattr(full_sum, "_STRIP", 2)
+    monkeypatch.setattr(full_sum, "CHUNK_BYTES", 2**12)
+    full_sum.strips.cache_clear()
     yield
-    packed.strips.cache_clear()
+    full_sum.strips.cache_clear()
 
 
 @pytest.mark.usefixtures("always")
@@ -238,8 +238,8 @@ def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
 def test_indices_that_are_kept_serve_autograd_after_inference_mode() -> None:
     values = torch.randn(3, 10, requires_grad=True)
     with torch.inference_mode():
-        packed.SymmetricForm(4).completed(values)
-    packed.SymmetricForm(4).completed(values).square().sum().backward()
+        full_sum.SymmetricForm(4).completed(values)
+    full_sum.SymmetricForm(4).completed(values).square().sum().backward()
     assert values.grad is not None
 
 
@@ -254,7 +254,7 @@ def test_a_matrix_that_is_not_completed_can_be_asked_for_again(monkeypatch: pyte
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair_sum, "_place_own", runs_out)
+        patch.setattr(full_sum, "_place_own", runs_out)
         with pytest.raises(MemoryError):
             _ = la.H
     assert torch.equal(la.H, whole.H)

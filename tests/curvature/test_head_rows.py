@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.jacobian import pairs
+from laplace.jacobian import full_sum
 from tests.conformance.cases import own_dense
 from tests.conformance.test_layers import SoftmaxByHand
 from tests.reference import curvature as reference
@@ -25,7 +25,7 @@ def test_rows_in_pieces(likelihood: str, size: int, monkeypatch: pytest.MonkeyPa
     x, y = torch.randn(9, 4).double(), OTHER.get(likelihood, torch.arange(9) % 3)
     name = "classification" if likelihood == "by hand" else likelihood
     expected = reference.ggn(network, x, y, ["2.weight", "2.bias"], name)
-    monkeypatch.setattr(pairs, "CHUNK_BYTES", size)
+    monkeypatch.setattr(full_sum, "CHUNK_BYTES", size)
     la = Laplace(network, SoftmaxByHand() if likelihood == "by hand" else likelihood, "last_layer", "full")
     la.fit([(x[:7], y[:7]), (x[7:], y[7:])])
     assert_close(own_dense(la), expected, "backend")

@@ -23,7 +23,7 @@ from laplace.errors import (
     UnsupportedError,
 )
 from laplace.network.model_guard import preserve_model
-from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.kron import KronPrecision
 from tests import grid
 from tests.conformance.backends import BACKENDS
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from laplace import KronLaplace, Laplace
 from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.errors import InvalidArgument
-from laplace.structures.kron import KronCurvature
-from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.kron import KronCurvature, KronPrecision
 from laplace.structures.users_precision import precision_of_factors
 from tests import problems as catalogue
 from tests.conformance.cases import SUBNETWORKS, Case, few, priors

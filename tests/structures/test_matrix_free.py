@@ -15,13 +15,13 @@ from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
 from laplace.engines.native import products
 from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
-from laplace.structures import matrix_free_precision, solve_report
+from laplace.structures import krylov, matrix_free
 from laplace.structures.matrix_free import MatrixFreeOptions
 from tests import grid
-from tests.core.test_conjugate_gradients import Held
 from tests.reference import curvature as reference
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
+from tests.structures.test_conjugate_gradients import Held
 
 N_DATA, WIDTH = 24, 3
 LIKELIHOODS = {"classification": 3, "regression": 2, "bernoulli": 1, "poisson": 2}
@@ -332,7 +332,7 @@ def test_rounding_is_no_convergence(delta: float, sigma: float) -> None:
 
 
 def test_residuals_that_are_not_numbers() -> None:
-    tally = solve_report.Tally("variances")
+    tally = krylov.Tally("variances")
     tally.add(2, 2, torch.tensor([0.0, torch.nan]))
     assert not tally.report(1e-3).converged
 
@@ -448,7 +448,7 @@ def test_matrices_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     covariance = truth.posterior_covariance(ggn, torch.ones(len(ggn), dtype=torch.float64))
     assert_close(la.posterior_covariance, covariance, "backend", label="covariance")
     assert_close(la.posterior_variance, covariance.diagonal(), "backend", label="variances")
-    monkeypatch.setattr(matrix_free_precision, "MEMORY_BUDGET", 100)
+    monkeypatch.setattr(matrix_free, "MEMORY_BUDGET", 100)
     la = fitted()
     for name in ("posterior_covariance", "posterior_variance", "posterior_precision"):
         with pytest.raises(UnsupportedError, match=r"la\.functional_variance"):

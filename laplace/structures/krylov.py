@@ -1,4 +1,6 @@
-"""Preconditioned conjugate gradients for many right-hand sides at once (Hestenes and Stiefel, 1952).
+"""Krylov methods: conjugate gradients, preconditioners, log determinants by Lanczos' matrices, what they took.
+
+Preconditioned conjugate gradients solve for many right-hand sides at once (Hestenes and Stiefel, 1952).
 
 Every right-hand side has steps of its own and leaves the product as soon as it is solved, so that its solution does not
 depend on its neighbours. The steps of one that starts at zero are also those of Lanczos (Golub and Van Loan, 2013,
@@ -13,13 +15,22 @@ product and preconditioner pass through.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import standard_normal
+from laplace.errors import ApproximationWarning, warn
+from laplace.structures import subspace
+from laplace.structures.low_rank import LowRankPrecision, Subspace
+
+if TYPE_CHECKING:
+    from laplace.structures.matrix_free import DataProducts
 
 Linear = Callable[[Tensor], Tensor]
 """A linear function of vectors `[R, P]`, which gives new tensors of the same shape."""
@@ -224,3 +235,152 @@ class _Run:
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Inner products of rows `[R, P]`, `[R]`, in float64 where the device has it, without a copy of the rows."""
     return widened(torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten())
+
+
+_OVERSAMPLING = 10
+"""Vectors of the sketch besides those that are kept."""
+
+_SKETCH_BYTES = 2**29
+"""Bytes of the directions at most: of the largest networks fewer are kept."""
+
+
+def sketch(products: DataProducts, rank: int, seed: int) -> Subspace:
+    """Dominant eigenpairs of Σ_e H_e, by one step of subspace iteration from random vectors.
+
+    Args:
+        products: Of the data.
+        rank: Eigenpairs to keep.
+        seed: Of the random vectors.
+    """
+    like, n_params = products.like, products.n_params
+    rank = min(rank, n_params, _SKETCH_BYTES // (like.element_size() * n_params))
+    width = min(rank + _OVERSAMPLING, n_params) if rank else 0
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator(device=like.device).manual_seed(seed)
+        basis = subspace.orthonormalise_(standard_normal((width, n_params), like, generator))
+        one = like.new_ones(1)
+        if width:
+            basis = subspace.orthonormalise_(products.curved(basis, one))
+        pairs = subspace.rayleigh_ritz_(basis, products.curved(basis, one) if width else basis)
+        count = int((pairs.values > 0).long().cumprod(0)[:rank].sum())
+        return Subspace(pairs.vectors[:count].clone(), torch.diag(pairs.values[:count]).unsqueeze(0))
+
+
+def low_rank(directions: Subspace, weights: Tensor, prior: GaussianPrior) -> LowRankPrecision:
+    """The precision of a sketch; several terms count by the mean of their weights."""
+    return LowRankPrecision(directions, weights.mean().view(1), prior)
+
+
+@dataclass(frozen=True, eq=False)
+class TraceLog:
+    """An estimate of tr log A.
+
+    Attributes:
+        value: 0-dim, float64.
+        standard_error: Of the mean over probes, float64; NaN of one probe.
+    """
+
+    value: Tensor
+    standard_error: Tensor
+
+    @classmethod
+    def of(cls, solutions: Sequence[Solution]) -> TraceLog:
+        """From solutions of P u = M^−½ z for probes z, in blocks."""
+        forms = torch.cat([_forms(solution) for solution in solutions])
+        return cls(forms.mean(), forms.std() / len(forms) ** 0.5)
+
+
+def _forms(solution: Solution) -> Tensor:
+    """Quadratic forms zᵀ log(A) z of the probes of a block, `[R]`."""
+    values, vectors = torch.linalg.eigh(solution.steps.tridiagonal())
+    logs = values.clamp(min=torch.finfo(values.dtype).tiny).log()
+    return solution.sizes.cpu() * (vectors[:, 0].square() * logs).sum(1)
+
+
+def signs(n_probes: int, n_params: int, like: Tensor, seed: int) -> Tensor:
+    """Probes z of independent signs, `[n, P]`, the same for every call with a seed."""
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    draws = torch.randint(2, (n_probes, n_params), generator=generator, device=like.device, dtype=torch.int8)
+    return draws.to(like.dtype).mul_(2).sub_(1)
+
+
+@dataclass(frozen=True)
+class SolveReport:
+    """The way to an answer, and how far it is from it.
+
+    Attributes:
+        question: `"variances"`, `"samples"`, `"log determinant"` or `"solutions"`.
+        n_right: Right-hand sides that were solved.
+        n_products: Products of the curvature with single vectors.
+        residual: Largest residual √(rᵀ M r / bᵀ M b) at the end, M the preconditioner.
+        tolerance: What it should be at most.
+        standard_error: Of a log determinant, in nats, over its probes: that of the log evidence is half of it. None of
+            other answers.
+    """
+
+    question: str
+    n_right: int
+    n_products: int
+    residual: float
+    tolerance: float
+    standard_error: float | None = None
+
+    @property
+    def converged(self) -> bool:
+        """True if every residual is within the tolerance."""
+        return self.residual <= self.tolerance
+
+    def __repr__(self) -> str:
+        end = "" if self.converged else " (NOT converged)"
+        error = "" if self.standard_error is None else f", standard error {self.standard_error:.2g}"
+        return (
+            f"SolveReport({self.question}: {self.n_right} right-hand sides, {self.n_products} products, largest "
+            f"residual {self.residual:.2g}{end}{error})"
+        )
+
+
+class Tally:
+    """Sums over the blocks of right-hand sides of one answer.
+
+    Args:
+        question: As of `SolveReport`.
+    """
+
+    def __init__(self, question: str) -> None:
+        self.question = question
+        self.n_right = self.n_products = 0
+        self.residual = 0.0
+
+    def add(self, n_right: int, n_products: int, relative: Tensor) -> None:
+        """Counts a block, of residuals `[R]`; one that is NaN counts as infinite."""
+        self.n_right, self.n_products = self.n_right + n_right, self.n_products + n_products
+        self.residual = max(self.residual, float(relative.nan_to_num(math.inf, math.inf).max()))
+
+    def report(self, tolerance: float, standard_error: float | None = None) -> SolveReport:
+        """The report of the whole answer."""
+        return SolveReport(self.question, self.n_right, self.n_products, self.residual, tolerance, standard_error)
+
+
+class SolveReports:
+    """The last report of every question: nothing of it decides an answer."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, SolveReport] = {}
+
+    def add(self, report: SolveReport) -> None:
+        """Takes note of an answer.
+
+        Warns:
+            ApproximationWarning: It did not converge.
+        """
+        self._last[report.question] = report
+        if not report.converged:
+            warn(
+                f"{report!r}: the tolerance is {report.tolerance:.2g}. Raise max_iterations, or the tolerance, in "
+                "structure_kwargs, give a larger prior precision, or a float64 model where rounding is in the way.",
+                ApproximationWarning,
+            )
+
+    def by_question(self) -> dict[str, SolveReport]:
+        """The last report of every question that was asked."""
+        return dict(self._last)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.conjugate_gradients import solve
+from laplace.structures.krylov import solve
 
 _T = TypeVar("_T")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace.core import conjugate_gradients as cg
-from laplace.structures.log_det_quadrature import TraceLog, signs
+from laplace.structures import krylov as cg
+from laplace.structures.krylov import TraceLog, signs
 from tests.reference.compare import assert_close
 
 N = 40

@@ -1,0 +1,720 @@
+"""Running sum of a full curvature over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from laplace.core.checks import all_finite
+from laplace.core.gram import add_gram, mirror
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape, total
+from laplace.jacobian.heads import HeadBlock, heads_alone
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.output_hessian import OutputHessian
+
+_DATA = 16
+"""Number of data for which the form of a sum is chosen, whatever the first batch: it may be a small one of many."""
+
+
+@dataclass(eq=False)
+class MatrixSum:
+    """Σ J Jᵀ `[E, p, p]`, by pairs of layers where that is less work, and of what is multiplied out.
+
+    Attributes:
+        size: Number of entries p.
+        values: `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none.
+        paired: The sum by pairs of layers, or None.
+        n_terms: Number of terms E that are kept apart.
+    """
+
+    size: int
+    values: Tensor | None = None
+    paired: PairSum | None = None
+    n_terms: int = 1
+
+    @classmethod
+    def of(cls, values: Tensor) -> MatrixSum:
+        """The sum of complete matrices `[E, p, p]`."""
+        return cls(values.shape[-1], values, n_terms=len(values))
+
+    def add(self, values: Tensor) -> None:
+        """Adds matrices `[E, p, p]`."""
+        self.upper(len(values), values).add_(values)
+
+    def upper(self, n_terms: int, like: Tensor) -> Tensor:
+        """The sum of what is multiplied out, `[E, p, p]`, to add to in place; the upper block triangle counts.
+
+        Args:
+            n_terms: E.
+            like: Gives dtype and device.
+        """
+        if self.values is None:
+            self.values, self.n_terms = like.new_zeros(n_terms, self.size, self.size), n_terms
+        if self.values.dtype != like.dtype:  # a sum keeps what the wider of its terms holds
+            self.values = self.values.to(torch.promote_types(self.values.dtype, like.dtype))
+        return self.values
+
+    def add_blocks(self, blocks: Sequence[Block], n_terms: int, first: int, like: Tensor) -> None:
+        """Adds the outer products of weighted blocks that follow each other.
+
+        Args:
+            blocks: One of every tensor.
+            n_terms: E: a term is an output, or holds all.
+            first: Term of the first cotangent.
+            like: Gives the device, and the dtype of products and sum.
+        """
+        if self.paired is None and self.values is None and n_terms == 1 and Pairs.are_less_work(blocks, _DATA):
+            self.paired = PairSum.zeros(Pairs.of(blocks), like)
+        if self.paired is not None and self.paired.pairs == Pairs.of(blocks):
+            self.paired.add(blocks)
+            return
+        total = self.upper(n_terms, like)
+        for piece in Jacobian(tuple(blocks)).pieces():
+            piece = piece.to(total.dtype)
+            if n_terms == 1:
+                add_gram(total[0], piece.flatten(0, 1))
+                continue
+            for k in range(piece.shape[1]):
+                add_gram(total[(first + k) % n_terms], piece[:, k])
+
+    def add_head(self, blocks: Sequence[HeadBlock], hessian: OutputHessian, n_terms: int, like: Tensor) -> None:
+        """Adds Σ_b J_bᵀ Λ_b J_b of the blocks of a head, without a root of Λ.
+
+        Args:
+            blocks: One of every tensor.
+            hessian: Λ of the data; its diagonals alone count where terms are kept apart.
+            n_terms: E: a term is an output, or holds all.
+            like: Gives the device, and the dtype of products and sum.
+        """
+        form = SymmetricForm.of(hessian) if n_terms == 1 else SymmetricForm(n_terms, Entries.DIAGONAL)
+        pairs = Pairs.of(blocks)
+        if self.paired is not None and (self.paired.pairs, self.paired.forms) != (pairs, (form,)):
+            self.complete()
+        if self.paired is None:
+            self.paired, self.n_terms = PairSum.zeros(pairs, like, form), n_terms
+        self.paired.add_head(blocks, hessian)
+
+    @staticmethod
+    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int) -> Pairs | None:
+        """Pairs by which the outer products of tensors of these shapes are summed; None where they are not.
+
+        Args:
+            shapes: One of every tensor.
+            n_cotangents: Number of cotangents that are added at once.
+            n_terms: E.
+        """
+        is_head = all(shape.is_head for shape in shapes)
+        return Pairs.of_shapes(shapes, n_cotangents, _DATA) if n_terms == 1 or is_head else None
+
+    def complete(self) -> Tensor:
+        """The matrices `[E, p, p]`; what was held by pairs is released."""
+        if self.values is not None:
+            mirror(self.values)
+        if self.paired is not None:
+            matrix = self.paired.dense(self.n_terms)
+            self.values = matrix if self.values is None else matrix.add_(self.values)
+            self.paired = None
+        return self.upper(1, torch.empty(0))
+
+    def is_finite(self) -> Tensor:
+        """True, 0-dim, if all is finite, by entries that hold every square: a batch passes over no whole matrix."""
+        own = [] if self.values is None else [self.values.diagonal(dim1=1, dim2=2)]
+        if self.paired is not None:
+            own += self.paired.squares()
+        return all_finite(own)
+
+
+_STRIP = 8
+"""Inputs whose products with all others are taken at once: half of the products need not be taken twice."""
+
+
+class Entries(Enum):
+    """Entries of a symmetric matrix that are held."""
+
+    TRIANGLE = "those on and above the diagonal"
+    ABOVE = "those above the diagonal, of a matrix whose rows sum to zero"
+    DIAGONAL = "those of a diagonal matrix"
+
+
+@dataclass(frozen=True)
+class SymmetricForm:
+    """Form of symmetric `[n, n]`: entries from which the others follow.
+
+    Attributes:
+        n: Width of the matrices.
+        entries: Those that are held.
+    """
+
+    n: int
+    entries: Entries = Entries.TRIANGLE
+
+    @classmethod
+    def of(cls, hessian: OutputHessian) -> SymmetricForm:
+        """The form of sums over output Hessians of a likelihood."""
+        n = hessian.diag.shape[1]
+        if hessian.is_diagonal:
+            return cls(n, Entries.DIAGONAL)
+        return cls(n, Entries.ABOVE if hessian.sums_to_zero else Entries.TRIANGLE)
+
+    @property
+    def size(self) -> int:
+        """Number of entries that are held."""
+        off = self.n * (self.n - 1) // 2
+        return {Entries.TRIANGLE: off + self.n, Entries.ABOVE: off, Entries.DIAGONAL: self.n}[self.entries]
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows and columns of the entries that are held, `[size]` each."""
+        return _indices(self, device)
+
+    def picked(self, matrices: Tensor) -> Tensor:
+        """The entries of symmetric `[..., n, n]` that are held, `[..., size]`."""
+        rows, columns = self.indices(matrices.device)
+        return matrices.flatten(-2)[..., rows * self.n + columns]
+
+    def completed(self, values: Tensor) -> Tensor:
+        """Symmetric matrices `[..., n, n]` of the entries that are held, `[..., size]`."""
+        if self.entries is Entries.DIAGONAL:
+            return torch.diag_embed(values)
+        if self.entries is Entries.TRIANGLE:
+            return values[..., _places(self.n, values.device)].unflatten(-1, (self.n, self.n))
+        rows, columns = self.indices(values.device)
+        matrices = values.new_zeros(*values.shape[:-1], self.n, self.n)
+        matrices[..., rows, columns] = values
+        matrices[..., columns, rows] = values
+        matrices.diagonal(dim1=-2, dim2=-1).copy_(-matrices.sum(-1))
+        return matrices
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on.
+
+    Attributes:
+        start: First i.
+        stop: Last i, and one.
+        width: Number of inputs I.
+        first: Place of the first product among those of all strips.
+    """
+
+    start: int
+    stop: int
+    width: int
+    first: int
+
+    @property
+    def size(self) -> int:
+        """Number of products."""
+        return (self.stop - self.start) * (self.width - self.start)
+
+    @property
+    def at(self) -> slice:
+        """Places of the products among those of all strips."""
+        return slice(self.first, self.first + self.size)
+
+    def of(self, sums: Tensor, n: int) -> Tensor:
+        """A view of this strip's sums `[n, i, j]`, among those of all strips one after the other, `[n · products]`."""
+        own = sums[n * self.first : n * (self.first + self.size)]
+        return own.view(n, self.stop - self.start, self.width - self.start)
+
+    def squares(self, n: int) -> list[int]:
+        """Places of the sums of a_i a_i among those of all strips."""
+        step = self.width - self.start + 1
+        rows = range(n * self.first, n * (self.first + self.size), self.size)
+        return [row + k * step for row in rows for k in range(self.stop - self.start)]
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """The products of inputs `[b, I]`, `[b, size]`."""
+        return products(a[:, self.start : self.stop], a[:, self.start :])
+
+    def weighed(self, values: Tensor) -> Tensor:
+        """Entries of values `[I, I, O, O]` that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
+
+        A product with j beyond the strip stands for that of j and i, too.
+        """
+        own = values[self.start : self.stop, self.start :]
+        other = values[self.start :, self.start : self.stop].transpose(0, 1)
+        twice = SymmetricForm(values.shape[-1]).picked(own + other)
+        inner, outer = twice.split([self.stop - self.start, self.width - self.stop], 1)
+        return torch.cat([inner / 2, outer], 1).flatten(0, 1)
+
+
+@cache
+def strips(width: int) -> tuple[Strip, ...]:
+    """All strips of I inputs: a little more than half of the products a_i a_j, each strip by one operation."""
+    result: list[Strip] = []
+    first = 0
+    for start in range(0, width, _STRIP):
+        result.append(Strip(start, min(width, start + _STRIP), width, first))
+        first += result[-1].size
+    return tuple(result)
+
+
+def n_products(width: int) -> int:
+    """Number of products of all strips."""
+    return sum(strip.size for strip in strips(width))
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Products a ⊗ b of every datum, `[B, I·I']`."""
+    return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+
+
+@cache
+def _indices(form: SymmetricForm, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # autograd could never use what is kept from inference mode
+        if form.entries is Entries.DIAGONAL:
+            index = torch.arange(form.n, device=device)
+            return index, index
+        rows, columns = torch.triu_indices(form.n, form.n, int(form.entries is Entries.ABOVE), device=device)
+        return rows, columns
+
+
+@cache
+def _places(n: int, device: torch.device) -> Tensor:
+    """The place of every entry of a symmetric `[n, n]` among those on and above the diagonal, `[n²]`."""
+    with torch.inference_mode(False):
+        rows, columns = SymmetricForm(n).indices(device)
+        places = torch.zeros(n, n, dtype=torch.long, device=device)
+        places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device=device)
+        return places.flatten()
+
+
+_WORTHWHILE = 2**24
+"""Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries of a full matrix that are seen as inputs × outputs.
+
+    Attributes:
+        blocks: Indices of the blocks: one weight, those of a head, or all that are multiplied out.
+        slices: Their entries.
+        n_outputs: O; of what is multiplied out all entries.
+        inputs: Number of inputs of every block, which follow each other; none of what is multiplied out.
+        input_first: True if the entries are inputs × outputs, and not outputs × inputs.
+    """
+
+    blocks: tuple[int, ...]
+    slices: tuple[slice, ...]
+    n_outputs: int
+    inputs: tuple[int, ...] = ()
+    input_first: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """True of a layer, whose factors are contracted."""
+        return bool(self.inputs)
+
+    @property
+    def n_inputs(self) -> int:
+        """I; 1 of what is multiplied out."""
+        return sum(self.inputs) or 1
+
+    def pieces(self) -> Iterator[tuple[Part, slice, slice, slice]]:
+        """The part of every block, its entries in the matrix, and which of the inputs I and outputs O they are."""
+        start = 0
+        for k, (index, entries) in enumerate(zip(self.blocks, self.slices, strict=True)):
+            size = self.inputs[k] if self.is_product else entries.stop - entries.start
+            own, every = slice(start, start + size), slice(0, self.n_outputs if self.is_product else 1)
+            one = replace(self, blocks=(index,), slices=(entries,))
+            if self.is_product:
+                yield replace(one, inputs=(size,)), entries, own, every
+            else:
+                yield replace(one, n_outputs=size), entries, every, own
+            start += size
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return (self.n_inputs, self.n_outputs) if self.input_first else (self.n_outputs, self.n_inputs)
+
+    def picked(self, other: Part, matrix: Tensor) -> Tensor:
+        """Entries of this part and another one of a matrix `[P, P]`, `[I, I', O, O']`."""
+        rows: list[Tensor] = []
+        for one, r, _, _ in self.pieces():
+            columns = [one.viewed(second, matrix[r, c]) for second, c, _, _ in other.pieces()]
+            rows.append(_joined(columns, 1 if other.is_product else 3))
+        return _joined(rows, 0 if self.is_product else 2)
+
+    def viewed(self, other: Part, block: Tensor) -> Tensor:
+        """A view of entries `[p, p']` of this part and another one, of one block each, as `[I, I', O, O']`."""
+        rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
+        return block.view(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
+
+    def rows(self, block: Tensor) -> Tensor:
+        """A view of rows `[p, q]` of this part, of one block, as `[O, I, q]`."""
+        view = block.unflatten(0, self._shape)
+        return view.transpose(0, 1) if self.input_first else view
+
+    def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
+        """Factors of its blocks: dense rows and ones of what is multiplied out."""
+        own = [blocks[i] for i in self.blocks]
+        factors = [factor for factor in (block.rank_one() for block in own) if factor is not None]
+        if not self.is_product:
+            dense = torch.cat([block.dense() for block in own], 2)
+            factors = [RankOne(dense, dense.new_ones(dense.shape[1], 1), self.n_outputs)]
+        return replace(factors[0], a=_joined([factor.a for factor in factors], 1)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every pair of the parts of some blocks that follow each other.
+
+    Attributes:
+        parts: Layers, and last what is multiplied out, if anything is.
+        size: Number of entries P.
+    """
+
+    parts: tuple[Part, ...]
+    size: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Pairs:
+        """The pairs of some blocks."""
+        slices: list[slice] = []
+        start = 0
+        for block in blocks:
+            slices.append(slice(start, start + block.size))
+            start += block.size
+        heads = heads_alone(blocks)
+        if heads is not None:
+            return cls((_head(heads, slices),), start)
+        parts: list[Part] = []
+        rest: list[int] = []
+        for i, block in enumerate(blocks):
+            factors = block.rank_one()
+            if factors is None or factors.a.shape[1] == 1:
+                rest.append(i)
+            else:
+                inputs = (factors.a.shape[1],)
+                parts.append(Part((i,), (slices[i],), factors.n_outputs, inputs, factors.input_first))
+        if rest:
+            own = tuple(slices[i] for i in rest)
+            parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
+        return cls(tuple(parts), start)
+
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int) -> Pairs | None:
+        """The pairs of tensors of these shapes; None where multiplying them out is less work.
+
+        The order of the parts and of the entries is not that of the blocks: they serve to count.
+        """
+        size = sum(shape.size for shape in shapes)
+        if all(shape.is_head for shape in shapes):
+            return cls((Part((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size)
+        layers = [shape for shape in shapes if shape.is_outer_product]
+        if not layers or not _are_worthwhile(n_cotangents, n_data, size):
+            return None
+        parts = [Part((), (), shape.n_outputs, (shape.n_inputs,)) for shape in layers]
+        rest = size - sum(shape.size for shape in layers)
+        return cls((*parts, *([Part((), (), rest)] if rest else [])), size)
+
+    @staticmethod
+    def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
+        """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
+        n_cotangents = blocks[0].n_cotangents
+        if not _are_worthwhile(n_cotangents, n_data, sum(block.size for block in blocks)):
+            return False
+        factors = [block.rank_one() for block in blocks]
+        return any(factor is not None and factor.a.shape[1] > 1 for factor in factors)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Pairs of indices of parts, each once."""
+        return combinations_with_replacement(range(len(self.parts)), 2)
+
+    def size_of(self, i: int, j: int) -> int:
+        """Numbers that are held of a pair of parts: of what is multiplied out all, of a layer with itself few twice."""
+        one, other = self.parts[i], self.parts[j]
+        if i == j and one.is_product:
+            return n_products(one.n_inputs) * SymmetricForm(one.n_outputs).size
+        return one.n_inputs * other.n_inputs * one.n_outputs * other.n_outputs
+
+    @property
+    def n_numbers(self) -> int:
+        """Numbers that are held of all pairs."""
+        return sum(self.size_of(i, j) for i, j in self)
+
+    @property
+    def n_placed_at_once(self) -> int:
+        """Numbers of the largest strip that is laid out to be written into a matrix."""
+        layers = [part for part in self.parts if part.is_product]
+        return max(strips(part.n_inputs)[0].size * part.n_outputs**2 for part in layers)
+
+    def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
+        """Numbers that a pass over so many data multiplies out and drops."""
+        return min(n_data, self._data_at_once(n_cotangents)) * self._numbers_per_datum(n_cotangents)
+
+    def _data_at_once(self, n_cotangents: int) -> int:
+        return max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(n_cotangents)))
+
+    def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[slice, list[RankOne]]]:
+        """Factors of all parts, a few data at a time."""
+        step = self._data_at_once(blocks[0].n_cotangents)
+        for start in range(0, blocks[0].n_data, step):
+            data = slice(start, start + step)
+            some = [block.at(data) for block in blocks]
+            yield data, [part.factors(some, dtype) for part in self.parts]
+
+    def _numbers_per_datum(self, n_cotangents: int) -> int:
+        """Size of the products that one pair makes of a datum, and of what is multiplied out."""
+        pairs = [(self.parts[i], self.parts[j]) for i, j in self]
+        inputs = [
+            strips(one.n_inputs)[0].size if one is other else one.n_inputs * other.n_inputs for one, other in pairs
+        ]
+        outputs = [one.n_outputs * other.n_outputs for one, other in pairs if one.is_product]
+        return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
+
+
+def _head(blocks: Sequence[HeadBlock], slices: Sequence[slice]) -> Part:
+    """The part of a head: one layer whose inputs are the features and, of a bias, ones."""
+    indices = tuple(range(len(blocks)))
+    return Part(indices, tuple(slices), blocks[0].n_outputs, tuple(block.n_inputs for block in blocks))
+
+
+def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
+    return n_cotangents > 1 and n_cotangents * n_data * size**2 >= _WORTHWHILE
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors joined in a dimension; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+class PairedMatrix:
+    """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both.
+
+    Args:
+        pairs: The parts of the blocks.
+        matrix: S, `[P, P]`.
+    """
+
+    def __init__(self, pairs: Pairs, matrix: Tensor) -> None:
+        self.pairs = pairs
+        self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
+
+    def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
+        """Values of a pair, `[I·I', O·O']`, of a layer with itself few numbers twice; of what is multiplied out S."""
+        one, other = self.pairs.parts[i], self.pairs.parts[j]
+        values = one.picked(other, matrix)
+        if i != j:
+            return values.flatten(2).flatten(0, 1)
+        if not one.is_product:
+            return values[0, 0].contiguous()
+        return torch.cat([strip.weighed(values) for strip in strips(one.n_inputs)])
+
+    def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
+        """J_b S J_bᵀ `[B, K, K]`, or its diagonals `[B, K]`, in the dtype of S."""
+        dtype = next(iter(self.values.values())).dtype
+        parts: list[Tensor] = []
+        for _, factors in self.pairs.factors(blocks, dtype):
+            terms = (self._product(factors, i, j, diagonal=diagonal) for i, j in self.values)
+            parts.append(total(terms))
+        return torch.cat(parts)
+
+    def _product(self, factors: Sequence[RankOne], i: int, j: int, *, diagonal: bool) -> Tensor:
+        """The terms of two parts, `[b, K, K]` or `[b, K]`; of two different ones in either order."""
+        one, other, values = factors[i], factors[j], self.values[i, j]
+        if i == j and not self.pairs.parts[i].is_product:
+            between = values
+        elif i == j:
+            strip_products = (strip.inputs(one.a) @ values[strip.at] for strip in strips(one.a.shape[1]))
+            between = SymmetricForm(one.n_outputs).completed(total(strip_products))
+        else:
+            between = (products(one.a, other.a) @ values).unflatten(1, (one.n_outputs, -1))  # [b, O, O']
+        left = between if one.g is None else one.by_datum() @ between
+        if diagonal:
+            own = left.diagonal(dim1=1, dim2=2) if other.g is None else (left * other.by_datum()).sum(2)
+            return own if i == j else 2 * own
+        product = left if other.g is None else left @ other.by_datum().mT
+        return product if i == j else product + product.mT
+
+
+def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> Tensor:
+    """J_b M of every datum, `[B, K, Q]`, for M `[P, Q]`: g_b (M a_b) of every layer, little more than B·P·Q products.
+
+    Args:
+        pairs: The parts of the blocks.
+        blocks: J.
+        matrix: M, in the dtype of the product.
+    """
+    result: list[Tensor] = []
+    for _, factors in pairs.factors(blocks, matrix.dtype):
+        widest = len(factors[0].a) * max(part.n_outputs for part in pairs.parts if part.is_product)
+        columns = matrix.split(max(1, CHUNK_BYTES // (8 * widest)), 1)
+        each = list(zip(pairs.parts, factors, strict=True))
+        result.append(torch.cat([total(_times(part, own, some) for part, own in each) for some in columns], 2))
+    return torch.cat(result)
+
+
+def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
+    """The term of one part, `[b, K, q]`."""
+    if not part.is_product:
+        return factors.by_datum() @ torch.cat([matrix[entries] for entries in part.slices])
+    terms: list[Tensor] = []
+    for piece, entries, inputs, _ in part.pieces():
+        terms.append(factors.a[:, inputs] @ piece.rows(matrix[entries]))
+    outputs = total(terms).transpose(0, 1)  # [b, O, q]
+    return outputs if factors.g is None else factors.by_datum() @ outputs
+
+
+@dataclass(eq=False)
+class PairSum:
+    """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
+
+    Attributes:
+        pairs: The parts of the blocks that are added.
+        forms: Of every part, in which form the outputs of its pair with itself are held.
+        sums: Of every pair, outputs × inputs: `[O·O', I·I']`; of a layer with itself few numbers twice, one strip of
+            inputs after the other, `[numbers]`; of what is multiplied out with itself `[O, O]`, of which the upper
+            block triangle counts.
+    """
+
+    pairs: Pairs
+    forms: tuple[SymmetricForm, ...]
+    sums: dict[tuple[int, int], Tensor]
+
+    @classmethod
+    def zeros(cls, pairs: Pairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
+        """The sum over nothing, in the dtype and on the device of a tensor.
+
+        Args:
+            pairs: The parts of the blocks.
+            like: The tensor.
+            head: The form of a head's Λ.
+        """
+        forms = tuple(SymmetricForm(part.n_outputs) if head is None else head for part in pairs.parts)
+        return cls(pairs, forms, {pair: like.new_zeros(_shape(pairs, forms, *pair)) for pair in pairs})
+
+    def add(self, blocks: Sequence[Block]) -> None:
+        """Adds weighted blocks of these parts."""
+        for _, factors in self.pairs.factors(blocks, self._dtype):
+            for (i, j), values in self.sums.items():
+                if i == j and not self.pairs.parts[i].is_product:
+                    add_gram(values, factors[i].by_datum().flatten(0, 1))
+                    continue
+                outputs = factors[i].by_datum().mT @ factors[j].by_datum()  # [b, O, O']
+                if i == j:
+                    _add_own(values, factors[i].a, self.forms[i].picked(outputs))
+                else:
+                    values.addmm_(outputs.flatten(1).T, products(factors[i].a, factors[j].a))
+
+    def add_head(self, blocks: Sequence[HeadBlock], hessian: OutputHessian) -> None:
+        """Adds Σ_b Λ_b ⊗ (φ_b φ_bᵀ) of the blocks of a head."""
+        ((pair, values),) = self.sums.items()
+        entries = hessian.entries(*self.forms[pair[0]].indices(values.device))
+        for data, (factors,) in self.pairs.factors(blocks, self._dtype):
+            _add_own(values, factors.a, entries[data])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.sums.values())).dtype
+
+    def squares(self) -> list[Tensor]:
+        """Sums of which all others are finite if these are: of every layer and of what is multiplied out."""
+        result: list[Tensor] = []
+        for i, part in enumerate(self.pairs.parts):
+            own = self.sums[i, i]
+            if part.is_product:
+                own = own.index_select(0, _squares(strips(part.n_inputs), self.forms[i].size, own.device))
+            result.append(own if part.is_product else own.diagonal())
+        return result
+
+    def dense(self, n_terms: int = 1) -> Tensor:
+        """The matrices `[E, P, P]`; beside them and the sums little is held.
+
+        Args:
+            n_terms: E: one per output of a head with a diagonal Λ, or 1.
+        """
+        size = self.pairs.size
+        values = next(iter(self.sums.values()))
+        if n_terms > 1:
+            matrices = values.new_zeros(n_terms, size, size)
+            for term, matrix in enumerate(matrices):
+                self._place(matrix, term)
+            return matrices
+        matrix = values.new_empty(1, size, size)
+        self._place(matrix[0])
+        return matrix
+
+    def _place(self, matrix: Tensor, output: int | None = None) -> None:
+        """Writes the sum, or of a head with a diagonal Λ what belongs to one output, into a matrix `[P, P]`."""
+        for (i, j), values in self.sums.items():
+            one, other = self.pairs.parts[i], self.pairs.parts[j]
+            if i == j and one.is_product:
+                _place_own(one, self.forms[i], values, matrix, output)
+                continue
+            if i == j:
+                values = mirror(values)
+            values = values.view(one.n_outputs, other.n_outputs, one.n_inputs, other.n_inputs).permute(2, 3, 0, 1)
+            for first, r, inputs, outputs in one.pieces():
+                for second, c, other_inputs, other_outputs in other.pieces():
+                    block = values[inputs, other_inputs, outputs, other_outputs]
+                    first.viewed(second, matrix[r, c]).copy_(block)
+                    if i != j:
+                        matrix[c, r] = matrix[r, c].T
+
+
+def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, ...]:
+    one, other = pairs.parts[i], pairs.parts[j]
+    if i == j and one.is_product:
+        return (forms[i].size * n_products(one.n_inputs),)
+    if i == j:
+        return one.n_outputs, one.n_outputs
+    return one.n_outputs * other.n_outputs, one.n_inputs * other.n_inputs
+
+
+@cache
+def _squares(every: tuple[Strip, ...], n: int, device: torch.device) -> Tensor:
+    """Places of the sums of all products a_i a_i with n numbers each, `[n · I]`."""
+    places = [place for strip in every for place in strip.squares(n)]
+    with torch.inference_mode(False):
+        return torch.tensor(places, device=device)
+
+
+def _add_own(sums: Tensor, a: Tensor, outputs: Tensor) -> None:
+    """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, n]` and inputs `[b, I]`.
+
+    Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer numbers:
+    outputs and a_i, or a_i and a_j.
+    """
+    n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
+    for strip in strips(a.shape[1]):
+        total = strip.of(sums, n)
+        if n < total.shape[2]:
+            weighted = (columns.unsqueeze(1) * rows[strip.start : strip.stop]).flatten(0, 1)
+            total.view(-1, total.shape[2]).addmm_(weighted, a[:, strip.start :])
+        else:
+            total.view(n, -1).addmm_(columns, strip.inputs(a))
+
+
+def _place_own(part: Part, form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None) -> None:
+    """Writes the sum of a layer with itself into a matrix, one strip after the other."""
+    for strip in strips(part.n_inputs):
+        packed = strip.of(values, form.size).flatten(1).T
+        if output is not None:
+            packed = packed * (torch.arange(form.size, device=packed.device) == output)
+        rows = form.completed(packed).unflatten(0, (strip.stop - strip.start, -1))  # [i, j, O, O]
+        for first, r, inputs, _ in part.pieces():
+            for second, c, others, _ in part.pieces():
+                i, j = _overlap(inputs, strip.start, strip.stop), _overlap(others, strip.start, strip.width)
+                if i is None or j is None:
+                    continue
+                block = rows[_moved(i, strip.start), _moved(j, strip.start)]
+                i, j = _moved(i, inputs.start), _moved(j, others.start)
+                first.viewed(second, matrix[r, c])[i, j] = block
+                second.viewed(first, matrix[c, r])[j, i] = block.transpose(0, 1)
+
+
+def _overlap(one: slice, start: int, stop: int) -> slice | None:
+    start, stop = max(one.start, start), min(one.stop, stop)
+    return slice(start, stop) if start < stop else None
+
+
+def _moved(one: slice, start: int) -> slice:
+    return slice(one.start - start, one.stop - start)
