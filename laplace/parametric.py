@@ -15,19 +15,28 @@ from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.core.overrides import is_overridden
+from laplace.core.overrides import COVARIANCES, is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.errors import NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
 from laplace.network.fingerprint import Fingerprint
-from laplace.posterior import learning, user_hooks
+from laplace.network.model_guard import own_precision
+from laplace.posterior import learning
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.first_outputs import with_channels_of
 from laplace.posterior.manual_fit import batch_of, restarted, with_backend_loss, with_parts, with_root, without_data
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.predictor import PosteriorPredictor
+from laplace.posterior.user_hooks import (
+    UsersPrecision,
+    posterior_before,
+    precision_of_moment,
+    require_positive,
+    require_shape,
+    with_users_values,
+)
 from laplace.predicting import Predicting
 from laplace.saving import Recipe, Saved
 from laplace.state import describe, loaded, moved_with_model
@@ -187,7 +196,8 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         prior = GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
         if not is_overridden(self, "prior_precision_diag"):
             return prior
-        return replace(prior, precision=user_hooks.users_prior_diagonal(self, prior))
+        values = require_shape(self, "prior_precision_diag", self.prior_precision_diag, (prior.layout.n_params,))
+        return replace(prior, precision=require_positive(self, "prior_precision_diag", values.to(prior.precision)))
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -199,7 +209,7 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
         other = {name: value for name, value in given.items() if value is not None}
         if not other:
-            return user_hooks.with_users_values(self, self._posterior).evidence
+            return with_users_values(self, self._posterior).evidence
         with self.holding(self._posterior.at(replace(self._posterior.hypers, **other))):
             return self.evidence()
 
@@ -210,11 +220,17 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         computed at every call, with its graph.
         """
         self._require_data()
-        return user_hooks.users_posterior(self, self._posterior)
+        if is_overridden(self, "posterior_precision"):
+            return precision_of_moment(self, "posterior_precision")
+        if is_overridden(self, "evidence"):
+            with own_precision():
+                return self.evidence().precision
+        return with_users_values(self, self._posterior).precision()
 
     def predictive_posterior(self) -> Precision:
         """The posterior precision that predictions and samples use, with overrides of your own class applied."""
-        return user_hooks.predictive_posterior(self)
+        precision, posterior = posterior_before(self, "functional_variance"), self.snapshot()
+        return UsersPrecision(posterior, precision) if posterior.overrides(*COVARIANCES) else precision
 
     @property
     def posterior_precision(self) -> Any:
@@ -224,12 +240,12 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
     @property
     def posterior_covariance(self) -> Tensor:
         """Posterior covariance P⁻¹, dense, `[P, P]`."""
-        return user_hooks.posterior_before(self, "posterior_covariance").covariance
+        return posterior_before(self, "posterior_covariance").covariance
 
     @property
     def posterior_variance(self) -> Tensor:
         """Posterior variance of every random parameter, the diagonal of P⁻¹, `[P]`."""
-        return user_hooks.posterior_before(self, "posterior_variance").diagonal_of_inverse()
+        return posterior_before(self, "posterior_variance").diagonal_of_inverse()
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -238,7 +254,7 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         You may assign a root of your own, `[P, P]` or `[P]`. Predictions, samples and moments use it until a
         hyper-parameter or the data change; the evidence and `posterior_precision` do not.
         """
-        return user_hooks.posterior_before(self, "posterior_scale").scale
+        return posterior_before(self, "posterior_scale").scale
 
     @posterior_scale.setter
     def posterior_scale(self, root: Tensor) -> None:

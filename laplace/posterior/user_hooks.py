@@ -37,7 +37,6 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
-from laplace.network.model_guard import own_precision as autocast_off
 from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.predictive.latent import GaussianSource
@@ -173,24 +172,8 @@ def posterior_before(la: Any, name: str) -> Precision:
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
         if is_overridden(la, link) and (link != "posterior_variance" or la.structure.is_diagonal):
-            return _given(la, link, getattr(la, link))
+            return precision_of_moment(la, link)
     return la.posterior()
-
-
-def users_prior_diagonal(la: Any, prior: GaussianPrior) -> Tensor:
-    """A user's `prior_precision_diag`, `[P]`, checked."""
-    values = _checked(la, "prior_precision_diag", la.prior_precision_diag, (prior.layout.n_params,))
-    return _positive(la, "prior_precision_diag", values.to(prior.precision))
-
-
-def users_posterior(la: Any, plain: Posterior) -> Precision:
-    """The posterior precision before any moment that users override but the first; `plain` is the library's."""
-    if is_overridden(la, "posterior_precision"):
-        return _given(la, "posterior_precision", la.posterior_precision)
-    if is_overridden(la, "evidence"):
-        with autocast_off():
-            return la.evidence().precision
-    return with_users_values(la, plain).precision()
 
 
 def with_users_values(la: Any, plain: Posterior) -> Posterior:
@@ -222,16 +205,10 @@ def _users_fit(la: Any, plain: Posterior) -> Fit:
                 f"{structure.name!r}; override posterior_precision, or write a structure."
             )
         n = plain.problem.layout.n_params
-        values = _checked(la, "H", la.H, (n, n) if structure.name == "full" else (n,))
+        values = require_shape(la, "H", la.H, (n, n) if structure.name == "full" else (n,))
         values = values.to(plain.hypers.prior_mean.detach())
         fit = replace(fit, curvature=structure.from_state({"values": values.unsqueeze(0)}))
     return fit
-
-
-def predictive_posterior(la: Any) -> Precision:
-    """The posterior as predictions see it, with all that users override."""
-    precision, posterior = posterior_before(la, "functional_variance"), la.snapshot()
-    return UsersPrecision(posterior, precision) if posterior.overrides(*COVARIANCES) else precision
 
 
 @dataclass(frozen=True)
@@ -256,7 +233,7 @@ class UsersPrecision(Precision):
         parts: list[Tensor] = []
         with self.posterior.as_user_object() as la:
             for piece in jacobian.pieces():
-                values = _checked(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
+                values = require_shape(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
                 parts.append(values.to(piece.dtype))
         return torch.cat(parts)
 
@@ -274,7 +251,7 @@ class UsersPrecision(Precision):
         """A user's own covariance of rows `[B, C, P]`, `[B·C, B·C]`."""
         n = dense.shape[:2].numel()
         with self.posterior.as_user_object() as la:
-            return _checked(la, "functional_covariance", la.functional_covariance(dense), (n, n)).to(dense.dtype)
+            return require_shape(la, "functional_covariance", la.functional_covariance(dense), (n, n)).to(dense.dtype)
 
     def logdet(self) -> Tensor:
         return self.precision.logdet()
@@ -310,9 +287,15 @@ class UsersPrecision(Precision):
         return self.precision.scale
 
 
-def _given(la: Any, name: str, value: Any) -> Precision:
+def precision_of_moment(la: Any, name: str) -> Precision:
+    """The posterior by one of `MOMENTS` as a user computes it.
+
+    Raises:
+        InvalidArgument: It is none, or has another shape than the weights ask for.
+    """
     from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
 
+    value = getattr(la, name)
     if isinstance(value, Precision):
         return value
     posterior = la.snapshot()
@@ -332,11 +315,11 @@ def _given(la: Any, name: str, value: Any) -> Precision:
     if name == "posterior_scale":
         return FixedRootPrecision(value)
     if name == "posterior_variance":
-        return FixedRootPrecision(_positive(la, name, value).sqrt())
+        return FixedRootPrecision(require_positive(la, name, value).sqrt())
     if square:
         return FixedRootPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
-        return FixedRootPrecision(_positive(la, name, value).rsqrt())
+        return FixedRootPrecision(require_positive(la, name, value).rsqrt())
     factor = algebra.cholesky(0.5 * widened(value + value.T).flip(0, 1))
     if factor is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
@@ -357,13 +340,15 @@ def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed)
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.") from error
 
 
-def _positive(la: Any, name: str, value: Tensor) -> Tensor:
+def require_positive(la: Any, name: str, value: Tensor) -> Tensor:
+    """The value that a user's member gave, if all of it is positive (`InvalidArgument`)."""
     if not bool((value > 0).all()):
         raise InvalidArgument(f"{name} of class {type(la).__name__} holds values that are not positive.")
     return value
 
 
-def _checked(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+def require_shape(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    """The value that a user's member gave, if it is a tensor of this shape (`InvalidArgument`)."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         raise _wrong_shape(la, name, value, str(list(shape)))
     return value
