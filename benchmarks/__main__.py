@@ -24,27 +24,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import (
-    adapters,
-    all_layers,
-    backends,
-    evidence,
-    fixed_costs,
-    full_last_layer,
-    importing,
-    last_layer,
-    matrix_free,
-    memory,
-    sampled,
-    several_processes,
-    subnetwork,
-    timing,
-    truncated,
-    tuning,
-    wide_layers,
-)
+from benchmarks import timing
 from benchmarks.peer import run as peer
 from benchmarks.timing import Case, Memory, Timing
+from benchmarks.workloads import all_cases
 
 THREADS = 2
 
@@ -94,15 +77,6 @@ HEADER = (
     f"{'workload':<42} {'median':>7} {'target':>7} {'':<9} {'':<6} {'range':<15} {'best':>8} {'ms':>9} {'ref., ms':>9} "
     f"{'peak MiB':>8}"
 )
-
-
-def all_cases() -> list[Case]:
-    """Every line of the table, in order."""
-    files = (
-        last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
-        wide_layers, truncated, adapters, matrix_free, several_processes, memory, importing,
-    )  # fmt: skip
-    return [case for file in files for case in file.cases()]
 
 
 def machine(device: torch.device) -> str:

@@ -87,6 +87,40 @@ def resnet50(n_classes: int = 100) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, n_classes))
 
 
+class BasicBlock(nn.Module):
+    """Two convolutions with batch norm beside the identity, or beside every other pixel and zeros (He et al., 2016).
+
+    Args:
+        inputs: Channels in.
+        width: Channels out.
+    """
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == width else 2
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.more = width - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, inputs, H, W]` to `[B, width, H/s, W/s]`."""
+        beside = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.more)) if self.more else x
+        return torch.relu(beside + self.inner(x))
+
+
+def resnet20(width: int, blocks: int = 3) -> nn.Module:
+    """A ResNet for images `[B, 3, 32, 32]` with three stages; of 16 channels and three blocks each it is ResNet-20."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage in range(3):
+        for _ in range(blocks):
+            layers.append(BasicBlock(inputs, width * 2**stage))
+            inputs = width * 2**stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)).eval()
+
+
 def lenet() -> nn.Module:
     """LeNet-5 on `[B, 1, 28, 28]` (LeCun et al., 1998), 61,706 parameters."""
     return nn.Sequential(
