@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from laplace.base import BaseLaplace
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.attributes import Part
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.manual_fit import with_parts
 from laplace.structures.kron import checked_damping
 
 if TYPE_CHECKING:
@@ -105,15 +104,6 @@ def _refuse_asdl_kwargs(given: Mapping[str, Any]) -> None:
         )
 
 
-def _factors(now: Posterior) -> Any:
-    from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
-
-    source = None if now.data is None else now.data.factors_fit
-    if source is None or source.H is None:
-        return None
-    return source.H if isinstance(source.H, Kron) else source.complete.curvature.public().factors
-
-
 class KronAttributes(NamedPosterior):
     """What every posterior with Kronecker factors has.
 
@@ -123,8 +113,21 @@ class KronAttributes(NamedPosterior):
             mean; `"mean"`, both are √N times means, as in that paper; `"sum"`, both are sums (Immer et al., 2021).
     """
 
-    H_facs = Part[Any](_factors, "Kronecker factors of H, a `Kron`, or None; assigning them also assigns H.")
     damping = _DAMPING
+
+    @property
+    def H_facs(self) -> Any:
+        """Kronecker factors of H, a `Kron`, or None; assigning them also assigns H."""
+        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
+        fit = None if self._posterior.data is None else self._posterior.data.factors_fit
+        if fit is None or fit.H is None:
+            return None
+        return fit.H if isinstance(fit.H, Kron) else fit.complete.curvature.public().factors
+
+    @H_facs.setter
+    def H_facs(self, value: Any) -> None:
+        self._posterior = with_parts(self._posterior, H_facs=value)
 
 
 class LowRankAttributes(NamedPosterior):
