@@ -32,7 +32,7 @@ from laplace import Laplace, ParametricLaplace, curvature
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import TuningWarning
 from laplace.grid import from_names
-from laplace.predictive.sampled_weights import outputs_at
+from laplace.predictive.sampled import outputs_at
 from laplace.structures import krylov as cg
 from laplace.weights.masks_scored import RandomSubnetMask
 

@@ -21,14 +21,13 @@ from laplace.errors import NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
-from laplace.network.fingerprint import Fingerprint
 from laplace.network.model_guard import own_precision
+from laplace.network.watch import Fingerprint
 from laplace.posterior import learning
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.first_outputs import with_channels_of
+from laplace.posterior.learning import with_channels_of
 from laplace.posterior.manual_fit import batch_of, restarted, with_backend_loss, with_parts, with_root, without_data
 from laplace.posterior.posterior import Posterior, Refinement
-from laplace.posterior.predictor import PosteriorPredictor
 from laplace.posterior.user_hooks import (
     UsersPrecision,
     posterior_before,
@@ -38,6 +37,7 @@ from laplace.posterior.user_hooks import (
     with_users_values,
 )
 from laplace.predicting import Predicting
+from laplace.predictive.predict import PosteriorPredictor
 from laplace.saving import Recipe, Saved
 from laplace.state import describe, loaded, moved_with_model
 from laplace.state import save as state_of

@@ -20,10 +20,9 @@ from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
-from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
+from laplace.predictive.predict import PosteriorPredictor, Predictor, Request, check_group, form_of, is_loader
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.predictor import Predictor, Request, check_group, form_of, is_loader
 from laplace.structures.draws import drawn
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from laplace.base import BaseLaplace
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.fitting import Fit
-from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import model_lock
+from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.first_outputs import with_channels
+from laplace.posterior.learning import with_channels
 from laplace.posterior.posterior import Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, move
 from laplace.weights.problem import Problem

@@ -16,7 +16,7 @@ from laplace.core.random_numbers import standard_normal
 from laplace.deployment.batching import AnySize
 from laplace.deployment.tracing import traced
 from laplace.errors import InvalidData, InvalidInputs, LaplaceError, UnsupportedError
-from laplace.posterior.predictor import replayed
+from laplace.predictive.predict import replayed
 
 Predict = Callable[..., Any]
 """A prediction at inputs, by keywords with a generator or without: a tensor, or mean and variance."""

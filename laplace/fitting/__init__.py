@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         warn_of_shards,
     )
     from laplace.fitting.fit import NO_DATA, Fit, accumulate
-    from laplace.fitting.padding import without_padding
+    from laplace.fitting.processes import without_padding
     from laplace.fitting.reading import FirstPass, ReadOptions, begin_reading
     from laplace.fitting.resuming import Resumable
 else:
@@ -28,7 +28,7 @@ else:
                 "warn_of_repeated warn_of_shards"
             ),
             "laplace.fitting.fit": "NO_DATA Fit accumulate",
-            "laplace.fitting.padding": "without_padding",
+            "laplace.fitting.processes": "without_padding",
             "laplace.fitting.reading": "FirstPass ReadOptions begin_reading",
             "laplace.fitting.resuming": "Resumable",
         },

@@ -23,7 +23,7 @@ from laplace.fitting.content import ContentReader
 from laplace.fitting.resuming import Resumable
 from laplace.network import next_token
 from laplace.network.misfits import noticing_swap
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.structures.base import DataPass, require_finite
 
 FirstPass = Callable[[CurvatureEngine], DataPass]

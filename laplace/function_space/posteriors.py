@@ -30,9 +30,7 @@ from laplace.enums import (
 )
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fitting import check_override
-from laplace.function_space.variational import InducingPass, VariationalCurvature
-from laplace.function_space.variational_energy import Energy
-from laplace.function_space.variational_inducing import Inducing
+from laplace.function_space.variational import Energy, Inducing, InducingPass, VariationalCurvature
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior import learning
@@ -43,8 +41,7 @@ from laplace.structures.base import Precision
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.structures.gp.subset import SubsetPrecision
 from laplace.tuning.grid import Losses
-from laplace.tuning.objectives import Loss, make_objective
-from laplace.tuning.scores import find_score
+from laplace.tuning.objectives import Loss, find_score, make_objective
 from laplace.tuning.tunable import SearchName
 from laplace.tuning.validation import Validation
 

@@ -27,9 +27,17 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.function_space.variational_energy import Energy
-from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
-from laplace.function_space.variational_training import Training, TrainingPass, start
+from laplace.function_space.variational_training import (
+    STRATEGIES,
+    Energy,
+    Inducing,
+    Places,
+    Training,
+    TrainingPass,
+    chosen,
+    make_pool,
+    start,
+)
 from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.dual import HOLDS_INPUTS, ObservingPass, uncounted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,14 +14,298 @@ from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
-from laplace.function_space.variational_energy import Energy, divergence
-from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
-from laplace.jacobian.jacobian import Jacobian, kernel_at, kernel_diagonal
+from laplace.enums import LinkApprox
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.labels import classes_of
+from laplace.likelihoods.target import mean_of, variance_of
 from laplace.structures.base import DataPass, require_finite
-from laplace.structures.gp.dual import jacobians, observed, uncounted
+from laplace.structures.gp.dual import Span, jacobians, observed, uncounted
+from laplace.structures.gp.subset import Pool, joined
+from laplace.tuning.objectives import find_score
 from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True)
+class Energy:
+    """(1/α) log E_q[p(y | f)^α] of every datum, in closed form, by the probit approximation or by samples.
+
+    Attributes:
+        likelihood: p(y | f).
+        alpha: α.
+        n_samples: Samples of a likelihood without noise; 0 for the probit approximation at α = 1.
+
+    Raises:
+        InvalidArgument: α is negative or infinite, or there are no samples for it.
+    """
+
+    likelihood: Likelihood
+    alpha: float
+    n_samples: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not 0 <= self.alpha < math.inf:
+            raise InvalidArgument(f"alpha={self.alpha}; it must be at least 0 and finite.")
+        check_counts(0, mc_softmax_samples=self.n_samples)
+        if not self.likelihood.has_noise and self.alpha != 1 and self.n_samples == 0:
+            raise InvalidArgument(
+                f"alpha={self.alpha} with likelihood={self.likelihood.name!r}: the probit approximation is of alpha=1; "
+                "give mc_softmax_samples=, the number of samples, for another alpha."
+            )
+
+    @property
+    def form(self) -> str:
+        """Form of the covariance that is read: `"diagonal"` or `"full"`."""
+        if self.likelihood.has_noise:
+            return "diagonal"
+        return "full" if self.n_samples or not self._reads_variances else "diagonal"
+
+    @property
+    def _reads_variances(self) -> bool:
+        return self.likelihood.target.reads_variances(self.likelihood, LinkApprox.PROBIT)
+
+    def log_terms(
+        self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, temperature: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """The terms of B data, `[B]`; differentiable in the latent and the noise.
+
+        Args:
+            latent: q(f) of the data, its covariance as `form` says.
+            y: Checked targets.
+            sigma_noise: σ, 0-dim or `[C]`.
+            temperature: T, which divides the terms but not the normaliser of a noise, as in the evidence: energies of
+                order αT of p(y | f)^(1/T).
+            generator: Source of the samples.
+        """
+        if self.likelihood.has_noise:
+            return self._gaussian(latent, y, sigma_noise.square(), temperature)
+        if self.n_samples == 0:
+            summary = self.likelihood.target.summary(
+                self.likelihood, latent.mean, latent.covariance, LinkApprox.PROBIT, for_scores=True
+            )
+            return -find_score("nll", self.likelihood)(self.likelihood, summary, y, sigma_noise) / temperature
+        return self._sampled(latent, y, sigma_noise, generator) / temperature
+
+    def _gaussian(self, latent: Gaussian, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
+        """The energy in closed form; every output is a likelihood term of its own."""
+        residual, variance = (y - latent.mean).square(), latent.covariance
+        if self.alpha == 0:
+            data = (residual + variance) / noise
+        else:
+            spread = self.alpha * variance
+            data = residual / (noise + spread) + (spread / noise).log1p() / self.alpha
+        return -0.5 * (data / temperature + (2 * math.pi * noise).log()).sum(1)
+
+    def _sampled(self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, generator: torch.Generator) -> Tensor:
+        samples = latent.sample(self.n_samples, generator)
+        repeated = y.repeat(self.n_samples, *[1] * (y.ndim - 1))
+        summary = self.likelihood.target.summary_of_samples(self.likelihood, samples.flatten(0, 1).unsqueeze(0))
+        means, variances = mean_of(summary), variance_of(summary)
+        logs = -self.likelihood.predictive_nll(means, variances, repeated, sigma_noise).view(self.n_samples, -1)
+        if self.alpha == 0:
+            return logs.mean(0)
+        return ((self.alpha * logs).logsumexp(0) - math.log(self.n_samples)) / self.alpha
+
+
+def divergence(gram: Tensor, prior_precision: Tensor, distance: Tensor) -> Tensor:
+    """KL(q ‖ p) between N(θ*, (δ + Aᵀ A)⁻¹) and N(μ₀, δ⁻¹), 0-dim, differentiable.
+
+    ½ (log det(I + G/δ) − tr((δ + G)⁻¹ G) + δ |θ* − μ₀|²) with G = A Aᵀ.
+
+    Args:
+        gram: G, `[M, M]`.
+        prior_precision: δ, 0-dim.
+        distance: |θ* − μ₀|², 0-dim.
+    """
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    root = torch.linalg.cholesky(eye + gram / prior_precision)
+    logdet = 2 * root.diagonal().log().sum()
+    # tr((δ + G)⁻¹ G) = M − tr((I + G/δ)⁻¹) would cancel where G is small.
+    ratio = torch.cholesky_solve(gram / prior_precision, root).trace()
+    return 0.5 * (logdet - ratio + prior_precision * distance)
+
+
+STRATEGIES = ("random", "kmeans")
+"""How locations are chosen from the data."""
+
+_CANDIDATES = 100
+"""Data per centre that k-means looks at: a random sample of more says nothing new."""
+
+_ROUNDS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Inducing(Span):
+    """A = Lᵀ J_Z: the rows of J of the inducing outputs, mixed by a lower triangle.
+
+    Attributes:
+        parts: J_Z, with one cotangent.
+        root: L, `[M, M]`, float64.
+    """
+
+    parts: tuple[Jacobian, ...]
+    root: Tensor
+
+    @cached_property
+    def kernel(self) -> Tensor:
+        """J_Z J_Zᵀ, `[M, M]`, float64, with the graph of the parts."""
+        return torch.cat([self.cross(part)[:, 0] for part in self.parts])
+
+    def cross(self, jacobian: Jacobian) -> Tensor:
+        """J J_Zᵀ of B data, `[B, C, M]`, float64."""
+        return torch.cat([kernel(jacobian, part)[..., 0] for part in self.parts], 2)
+
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        """Lᵀ K L, `[M, M]`: the posterior is none of a prior per tensor, and L knows its weights."""
+        return self.root.T @ self.kernel @ self.root
+
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        return self.root.to(rows) @ rows
+
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        return outputs.flatten(1) @ self.root.to(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Locations of the inducing outputs.
+
+    Attributes:
+        x: Locations, inputs of M data.
+        classes: Which output of each, `[M]`, or None for the first.
+        labels: The targets that came with the locations, or None.
+    """
+
+    x: Inputs
+    classes: Tensor | None = None
+    labels: Tensor | None = None
+
+    @property
+    def trainable(self) -> bool:
+        """True if the locations are real numbers that can be moved."""
+        return isinstance(self.x, Tensor) and self.x.is_floating_point()
+
+    def settled(self, f: Tensor, likelihood: Likelihood) -> Places:
+        """The places with one output each, given the network's outputs there `[M, C]`.
+
+        A class label names its output, a soft one that of its most probable class; data of other targets take the
+        outputs in turn.
+
+        Raises:
+            InvalidArgument: The classes do not fit the locations or the outputs.
+        """
+        count, n_outputs = f.shape
+        classes = self.classes
+        if classes is None and self.labels is not None:
+            hard = classes_of(widened(self.labels), likelihood)
+            labels = self.labels if hard is None else hard
+            named = labels.ndim == 1 and not labels.is_floating_point() and labels.amax() < n_outputs
+            classes = labels if named else torch.arange(count) % n_outputs
+        if classes is None:
+            classes = torch.zeros(count)
+        classes = classes.to(device=f.device, dtype=torch.long)
+        if len(classes) != count:
+            raise InvalidArgument(f"inducing_classes has {len(classes)} entries for {count} inducing locations.")
+        if not bool(((classes >= 0) & (classes < n_outputs)).all()):
+            raise InvalidArgument(
+                f"inducing_classes lie between {int(classes.min())} and {int(classes.max())}; the network has "
+                f"{n_outputs} outputs, 0 to {n_outputs - 1}."
+            )
+        return Places(self.x, classes)
+
+
+def inducing_jacobians(engine: CurvatureEngine, places: Places, *, create_graph: bool = False) -> tuple[Jacobian, ...]:
+    """J_Z, one cotangent; with `create_graph` it can be differentiated with respect to the locations."""
+    parts: list[Jacobian] = []
+    start = 0
+    for jacobian, f in jacobians(engine, places.x, create_graph=create_graph):
+        stop = start + len(f)
+        rows = jacobian.select_outputs(_classes(places)[start:stop].unsqueeze(1))
+        parts.append(rows if create_graph else rows.detached())
+        start = stop
+    return tuple(parts)
+
+
+def _classes(places: Places) -> Tensor:
+    """The outputs.
+
+    Raises:
+        InvalidArgument: They are not settled.
+    """
+    if places.classes is None:
+        raise InvalidArgument("the inducing outputs are not settled.")
+    return places.classes
+
+
+# Choices among the data.
+
+
+def make_pool(strategy: str, count: int, generator: torch.Generator) -> Pool:
+    """Pool of the data that a strategy chooses from."""
+    return Pool(count * (_CANDIDATES if strategy == "kmeans" else 1), lambda x, y: uniform((len(y),), y, generator))
+
+
+def chosen(strategy: str, count: int, pool: Pool, generator: torch.Generator) -> Places:
+    """M places among the data of a pool.
+
+    Raises:
+        InvalidData: Fewer than M data, or data of several shapes.
+        InvalidArgument: K-means of inputs that are no real vectors.
+    """
+    pool.size = count if pool.seen < count else min(pool.size, pool.seen)
+    whole = None
+    for rows in pool.chunks():
+        both = rows if whole is None else joined(whole, rows, pool.size)
+        if both is None:
+            raise InvalidData(
+                f"inducing_locations={strategy!r} needs inputs of one shape; give the locations themselves."
+            )
+        whole = both
+    if whole is None:
+        raise InvalidData("no data were read.")
+    if strategy == "random":
+        return Places(whole.x, labels=whole.y)
+    if not isinstance(whole.x, Tensor) or not whole.x.is_floating_point():
+        raise InvalidArgument(
+            "inducing_locations='kmeans' averages inputs, which takes a tensor of real numbers; use 'random', or give "
+            "the locations themselves."
+        )
+    points = widened(whole.x.flatten(1))
+    centres = k_means(points, count, generator)
+    nearest = torch.cdist(centres, points).argmin(1)
+    return Places(centres.to(whole.x.dtype).view(count, *whole.x.shape[1:]), labels=whole.y[nearest])
+
+
+def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Centres `[M, D]` of points `[n, D]`: Lloyd's algorithm from the start of Arthur and Vassilvitskii (2007).
+
+    Args:
+        points: float64.
+        count: M.
+        generator: Source of the start.
+    """
+    # Every further centre is drawn with the squared distance from the nearest one before as its weight.
+    picks = uniform((count,), points, generator)
+    centres = points[(picks[:1] * len(points)).long()]
+    for pick in picks[1:]:
+        weights = torch.cdist(points, centres).amin(1).square()
+        reached = weights.cumsum(0)
+        place = torch.searchsorted(reached, pick * reached[-1], right=True).clamp(max=len(points) - 1)
+        centres = torch.cat([centres, points[place].unsqueeze(0)])
+    former = torch.full((len(points),), -1, device=points.device)
+    for _ in range(_ROUNDS):
+        nearest = torch.cdist(points, centres).argmin(1)
+        if torch.equal(nearest, former):
+            break
+        former = nearest
+        counts = torch.bincount(nearest, minlength=count).unsqueeze(1)
+        sums = torch.zeros_like(centres).index_add(0, nearest, points)
+        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
+    return centres
+
 
 LEARNT = ("prior_precision", "sigma_noise", "inducing_locations")
 """What can be learnt besides L."""

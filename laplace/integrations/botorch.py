@@ -28,8 +28,8 @@ from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
-from laplace.posterior.predictor import PosteriorPredictor
 from laplace.predictive.latent import jacobians, shifted
+from laplace.predictive.predict import PosteriorPredictor
 
 
 class LaplaceModel(Model, FantasizeMixin):

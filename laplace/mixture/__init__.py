@@ -6,16 +6,14 @@ from laplace.core.lazy import attach
 
 if TYPE_CHECKING:
     from laplace.mixture.confidence import confidence_bound
-    from laplace.mixture.mimo import mimo_outputs
-    from laplace.mixture.mimo_training import MimoBatches, mimo_loss
+    from laplace.mixture.mimo import MimoBatches, mimo_loss, mimo_outputs
     from laplace.mixture.mixture import MixtureLaplace
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
             "laplace.mixture.confidence": "confidence_bound",
-            "laplace.mixture.mimo": "mimo_outputs",
-            "laplace.mixture.mimo_training": "MimoBatches mimo_loss",
+            "laplace.mixture.mimo": "MimoBatches mimo_loss mimo_outputs",
             "laplace.mixture.mixture": "MixtureLaplace",
         },
     )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace.core import batch as batches
+from laplace.core import checks
 from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.layout import flatten
+from laplace.core.random_numbers import check_generator, uniform
+from laplace.enums import LikelihoodName
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.likelihoods import Likelihood, get_likelihood
 from laplace.network.model_guard import model_lock, require_module, unwrap
 from laplace.network.spread import require_whole
 from laplace.weights.base import trainable
@@ -127,3 +135,118 @@ def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tens
         if mine:
             marks[name][rows] = True
     return flatten(marks).nonzero().flatten()
+
+
+class MimoBatches(CheckedConstructor):
+    """Training batches of a network with M inputs and M heads (MIMO), made from those of a loader.
+
+    Every batch `(x, y)` of B data becomes one of n = R·B rows, `((x_1, …, x_M), targets)`, with inputs `[n, D, …]` for
+    each head and targets `[n, M, …]`. Each head gets the data of the batch, R times, in a random order of its own, so
+    that the heads become independent. With probability ρ a row has the same datum for all heads, as in prediction.
+
+    Each iteration draws new random numbers. To fit head m at the inputs of its training, iterate once,
+    `rows = list(MimoBatches(loader, M))`, and fit `mimo.components[m]` to `[(x, y[:, m]) for x, y in rows]`.
+
+    Args:
+        loader: Batches `(x, y)` with x `[B, D, …]` and targets in any form that the likelihood accepts.
+        n_heads: M.
+        input_repetition: ρ, in [0, 1].
+        batch_repetition: R, how often a batch is repeated, in different combinations.
+        generator: Random generator; None for PyTorch's global one.
+
+    Raises:
+        InvalidArgument: A number is out of range, or the loader can be read only once.
+        InvalidType: `loader` or `generator` has another type.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        n_heads: int,
+        input_repetition: float = 0.0,
+        batch_repetition: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_counts(n_heads=n_heads, batch_repetition=batch_repetition)
+        if not isinstance(input_repetition, Real) or not 0 <= input_repetition <= 1:
+            raise InvalidArgument(f"input_repetition={input_repetition!r}; a probability, from 0 to 1, is accepted.")
+        check_generator(generator)
+        batches.require_loader(loader, "loader")
+        batches.require_rereadable(loader, "training reads it once per epoch")
+        self.loader, self.n_heads, self.generator = loader, n_heads, generator
+        self.input_repetition, self.batch_repetition = float(input_repetition), batch_repetition
+
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Inputs of every head, M times `[n, D, …]`, and targets `[n, M, …]`, of every batch.
+
+        Raises:
+            InvalidData: Inputs that are no tensor `[B, D, …]`, or as many targets.
+        """
+        for batch in self.loader:
+            x, y = batches.split(batch, batches.LABELS)
+            _check_pair(x, y)
+            rows = self._rows(x)
+            yield tuple(x[row] for row in rows), torch.stack([y[row] for row in rows.to(y.device)], 1)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Index of the datum that every head sees in every row, `[M, n]`."""
+        data = torch.arange(len(x), device=x.device).repeat(self.batch_repetition)
+        numbers = uniform((self.n_heads + 1, len(data)), x, self.generator)
+        repeated = numbers[0] < self.input_repetition
+        # Rows that do not repeat their input are first; a head has them in an order of its own, the others as they are.
+        places = repeated.int().argsort(stable=True)
+        order = numbers[1:].masked_fill(repeated, 1.0).argsort(dim=1, stable=True)
+        return torch.empty_like(order).scatter_(1, places.expand_as(order), data[order])
+
+
+def _check_pair(x: Any, y: Tensor) -> None:
+    """Requires one tensor of inputs, and a target for each of them.
+
+    Raises:
+        InvalidData: Others.
+    """
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidData(
+            f"the inputs of a batch are {given}; those of heads are one tensor [B, D, …], of which the network takes M "
+            "concatenated along dimension 1: for x of shape [B] give x.unsqueeze(1)."
+        )
+    if len(x) != len(y):
+        raise InvalidData(f"a batch has {len(x)} inputs and {len(y)} targets; give a target for every datum.")
+
+
+@checked
+def mimo_loss(f: Tensor, y: Tensor, likelihood: Likelihood | LikelihoodName = "classification") -> Tensor:
+    """Loss of a network with M heads, the sum over heads of their mean losses, 0-dim.
+
+        L(θ) = Σ_m (1/n_m) Σ_b ℓ(f_m(x_b1, …, x_bM), y_bm)
+
+    with the loss ℓ (cross-entropy, or half the squared error summed over outputs) and the number n_m of rows of head m
+    whose label is not ignored (with class weights: the sum of their weights). It is the loss of Havasi et al. (2021)
+    without the weight decay.
+
+    Args:
+        f: Outputs of every head, `[n, M, C]`, from `mimo_outputs`.
+        y: Targets of every head, `[n, M, …]`, from `MimoBatches`.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+
+    Raises:
+        InvalidData: Shapes of other heads, outputs that are not finite, or targets that do not fit them.
+    """
+    known = get_likelihood(likelihood)
+    if f.ndim != 3 or y.shape[:2] != f.shape[:2]:
+        raise InvalidData(
+            f"the outputs have shape {list(f.shape)}, the targets {list(y.shape)}; those of M heads are [n, M, C] and "
+            "[n, M, …]: see mimo_outputs and MimoBatches."
+        )
+    wide = f.to(torch.promote_types(f.dtype, torch.float32))
+    with checks.together():
+        means = [_mean_loss(known, *head) for head in zip(wide.unbind(1), y.to(f.device).unbind(1), strict=True)]
+    return torch.stack(means).sum()
+
+
+def _mean_loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Mean unit loss of the rows of one head that count, 0-dim; zero where none does."""
+    y = likelihood.check_targets(f, y)
+    count = torch.as_tensor(likelihood.count(f, y), device=f.device, dtype=f.dtype)
+    return likelihood.loss(f, y) / torch.where(count > 0, count, 1)

@@ -33,15 +33,14 @@ from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
-from laplace.mixture.predictor import MixturePredictor
-from laplace.mixture.sampling import choose
+from laplace.mixture.predictor import MixturePredictor, choose
 from laplace.mixture.weighting import check_same_data, weights_of
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling
 from laplace.predictive.options import check_options
+from laplace.predictive.predict import Request, is_loader
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.predictor import Request, is_loader
 from laplace.saving import Saved
 from laplace.structures.base import Curvature
 from laplace.tuning.group import PosteriorGroup

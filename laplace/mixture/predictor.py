@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.output_choice import Given
+from laplace.core.random_numbers import uniform
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
-from laplace.mixture.sampling import choose, in_order
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.predictor import replayed
 from laplace.posterior.sharding import refuse_sharded
-from laplace.predictive.mixing import mixed
 from laplace.predictive.options import WEIGHT_SPACE
-from laplace.predictive.posterior_outputs import MixedOutputs
+from laplace.predictive.posterior_outputs import MixedOutputs, mixed
+from laplace.predictive.predict import Predictor, Request, replayed
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.predictor import Predictor, Request
+
+
+def choose(weights: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+    """The component of every sample, `[S]`, drawn with probabilities π `[K]`."""
+    steps = weights.cumsum(0)
+    steps = steps / steps[-1]  # rounding must leave no gap below 1
+    return torch.searchsorted(steps, uniform((n_samples,), weights, generator), right=True).cpu()
+
+
+def in_order(draws: Sequence[Callable[[int], Tensor]], chosen: Tensor) -> Tensor:
+    """Samples `[S, …]`, each of the component `[S]` that was chosen for it.
+
+    Args:
+        draws: Samples `[n, …]` of each component; called where n is positive.
+        chosen: The component of every sample, `[S]`.
+    """
+    counts = torch.bincount(chosen, minlength=len(draws)).tolist()
+    parts = [draw(count) for draw, count in zip(draws, counts, strict=True) if count]
+    stacked = torch.cat([part.to(parts[0].device) for part in parts])
+    place = chosen.argsort(stable=True).to(stacked.device)
+    return stacked[place.argsort()]
 
 
 @dataclass(frozen=True, eq=False)

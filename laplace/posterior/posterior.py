@@ -29,10 +29,9 @@ from laplace.fitting import Fit
 from laplace.fitting.content import Content
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.recovered import Loss
-from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
-from laplace.network.witness import Witness
+from laplace.network.watch import Fingerprint, ModelWatch, Witness
 from laplace.posterior.calibration import Calibration
 from laplace.predictive.options import PredictiveNames
 from laplace.structures.algebra import SignedOptions

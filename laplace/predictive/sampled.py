@@ -2,25 +2,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
+from laplace.core.memory import Unit, in_slices
 from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import OutputRows, unrolled
+from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import CurvatureEngine, detached
+from laplace.engines.native.autograd import slow_batching_accepted
+from laplace.engines.native.forward import owners
+from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import SampleSource, widest
-from laplace.predictive.sampled_weights import outputs_at
 from laplace.weights.problem import Problem
+
+CHUNK_BYTES = 2**23
+"""Bytes of weights and outputs of all operations that a vectorised pass has at once, in the order of a cache's."""
+
+NUMBERS_PER_OPERATION = 2**13
+"""Numbers that an operation writes per sample, on average, beyond which its fixed cost does not show."""
+
+LEAST_SAMPLES = 8
+"""Samples below which a vectorised pass, whose own fixed cost is that of some plain ones, does not pay."""
+
+_COMPARED = 2
+"""Samples on which both ways must agree."""
+
+_SAMPLE = Unit("sample of the weights", "samples of the weights", "Predict fewer data at once.")
+
+
+def outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) -> Tensor:
+    """Outputs `[S, B, C]`, or `[S, B, *positions, C]`, of the network on x at weights `[S, P]`.
+
+    Args:
+        problem: The network, which is as it was before afterwards, and its random parameters.
+        x: Inputs of B data.
+        thetas: The weights.
+        memory_budget: Bytes that a vectorised pass may take; more than `CHUNK_BYTES` make no difference.
+    """
+    if len(thetas) >= LEAST_SAMPLES and not _is_watched(problem.module):
+        key = (batches.signature(x), thetas.dtype, memory_budget)
+        if key not in problem.samples_at_once:
+            problem.samples_at_once[key] = _samples_at_once(problem, x, thetas, min(memory_budget, CHUNK_BYTES))
+        at_once = problem.samples_at_once[key]
+        outputs = _tried(problem, x, thetas, at_once) if at_once > 1 else None
+        if outputs is not None:
+            return outputs
+        problem.samples_at_once[key] = 1
+    return one_by_one(problem, x, thetas)
+
+
+def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
+    """Outputs by a pass for each sample."""
+    at_once = max(1, CHUNK_BYTES // _weight_bytes(problem, thetas))  # where a few entries are random, tensors are made
+    outputs: list[Tensor] = []
+    with preserve_model(problem.module):
+        fixed = problem.detached()
+        for part in thetas.split(at_once):
+            stacked = problem.stacked(part)
+            with problem.holding(fixed) as put:
+                for weights in zip(*(tensor.unbind() for tensor in stacked.values()), strict=True):
+                    put(dict(zip(stacked, weights, strict=True)))
+                    outputs.append(problem.outputs(x))
+    return torch.stack(outputs)
+
+
+def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor:
+    """Outputs by passes of several samples; raises whatever vmap or the network raises where it cannot be run so."""
+    with preserve_model(problem.module), _attention_by_rule(), slow_batching_accepted():
+        fixed = problem.detached()
+
+        def run(part: slice) -> Tensor:
+            stacked = problem.stacked(thetas[part])
+            with problem.holding(fixed) as put:
+
+                def one(weights: dict[str, Tensor]) -> Tensor:
+                    put(weights)
+                    return problem.outputs(x)
+
+                return vmap(one, randomness="error")(stacked)
+
+        parts = [outputs for _, outputs in in_slices(len(thetas), at_once, run, _SAMPLE)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attention_by_rule() -> AbstractContextManager[object]:
+    """Attention takes the kernel that vmap has a rule for."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _compiled_code_run_eagerly() -> AbstractContextManager[object]:
+    """Runs functions that a network has compiled, and `torch.cond`, eagerly: watched, they would fail ever after."""
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def _weight_bytes(problem: Problem, thetas: Tensor) -> int:
+    """Bytes of the tensors of one sample."""
+    return sum(slot.shape.numel() for slot in problem.slots) * thetas.element_size()
+
+
+def _tried(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor | None:
+    """Outputs by vectorised passes; None where the network cannot be run so."""
+    try:
+        return vectorised(problem, x, thetas, at_once)
+    except Exception:  # of anything: a pass for each sample raises it again, if it is the network's own fault
+        return None
+
+
+def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -> int:
+    """Samples that one pass should take; 1 for a pass for each."""
+    counter = _Counter()
+    try:
+        with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _attention_by_rule():
+            problem.outputs(x)  # what a first pass compiles must not be compiled while it is watched
+            with _compiled_code_run_eagerly(), counter:
+                problem.outputs(x)
+    except Exception:  # of operations that cannot be watched, say; a fault of the network is raised again later
+        return 1
+    # A kernel may want the weights in another order, in a copy.
+    at_once = budget // (2 * _weight_bytes(problem, thetas) + counter.bytes)
+    small = counter.numbers <= NUMBERS_PER_OPERATION * counter.operations
+    if at_once < LEAST_SAMPLES or not small or counter.without_rule:
+        return 1
+    together = _tried(problem, x, thetas[:_COMPARED], _COMPARED)
+    agree = together is not None and _agree(one_by_one(problem, x, thetas[:_COMPARED]), together)
+    return at_once if agree else 1
+
+
+def _is_watched(model: nn.Module) -> bool:
+    """True if passes are seen by others, or run by compiled code: those are to be of one sample each."""
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return True
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "_orig_mod" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        for module in model.modules()
+    )
+
+
+def _agree(plain: Tensor, together: Tensor) -> bool:
+    """True if two ways to compute the same numbers differ by no more than rounding may."""
+    if plain.shape != together.shape or plain.dtype != together.dtype:
+        return False
+    a, b = widened(plain.detach()), widened(together.detach())
+    tolerance = torch.finfo(plain.dtype).eps ** 0.5 if plain.is_floating_point() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(a.nan_to_num(0, 0, 0).norm()), equal_nan=True)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what operations write, views and what is written in place apart.
+
+    Attributes:
+        operations: How many there were.
+        numbers: Numbers that they wrote.
+        bytes: Bytes of these.
+        without_rule: How many vmap would run sample by sample, which saves nothing.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.numbers = self.bytes = self.without_rule = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, or the first operation that is counted imports PyTorch's compiler, which takes a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(func, torch._ops.OpOverload):  # `torch.cond` and the like, which run functions
+            self.without_rule += 1
+            return result
+        ruled = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "FuncTorchBatched")
+        self.without_rule += not ruled and any(isinstance(arg, Tensor) for arg in args)
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result
+        written = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, Tensor)]
+        self.operations += 1
+        self.numbers += sum(t.numel() for t in written)
+        self.bytes += sum(t.numel() * t.element_size() for t in written)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +341,126 @@ def refuse_refined(step: Tensor | None, problem: Problem) -> None:
             "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
             "network itself; use pred_type='glm', or fit anew."
         )
+
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, eq=False)
+class ReparameterisedOutputs(SampleSource):
+    """Outputs of the network with noise on the pre-activations of its linear and convolutional layers.
+
+    Attributes:
+        problem: The network and its random parameters.
+        mean: θ*, `[P]`.
+        variances: Of the weights, `[P]`.
+        coverage: Which rule was proved to explain a tensor: a layer that is used in another way as well is sampled.
+        x: Inputs of B data.
+        model_kwargs: Further arguments of the model.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
+        check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
+        choice: Which outputs; None for all.
+    """
+
+    problem: Problem
+    mean: Tensor
+    variances: Tensor
+    coverage: Mapping[str, str]
+    x: Inputs
+    model_kwargs: dict[str, Any]
+    create_graph: bool
+    check: Callable[[], None]
+    through_x: bool
+    choice: OutputChoice | None = None
+
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        self.check()
+        problem = with_arguments(self.problem, self.model_kwargs)
+        layers = self.layers()
+        shared = self._shared(layers)
+        noise = standard_normal((n, int(shared.sum())), self.mean, generator)
+        x = batches.to_device(self.x, problem.device)
+        x = x if self.through_x else detached(x)
+        drawn: list[Tensor] = []
+        with preserve_model(problem.module), ExitStack() as hooks:
+            fired = hooks.enter_context(_noisy(layers, generator))
+            for row in noise:
+                theta = self.mean.clone()
+                theta[shared] += self.variances[shared].sqrt() * row
+                fired.clear()
+                drawn.append(problem.run(problem.substituted(theta), x))
+                self._require_once(layers, fired)
+        samples = finite(torch.stack(drawn))
+        rows = OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
+        return rows if self.choice is None else self.choice.picked(rows)
+
+    def layers(self) -> dict[nn.Module, dict[str, Tensor]]:
+        """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""
+        noisy: dict[nn.Module, dict[str, Tensor]] = {}
+        holders = owners(self.problem)
+        parts = self.problem.layout.split(self.variances)
+        for owner in holders:
+            slot = self.problem.slots[owner.slot]
+            rule = rule_for(owner.module)
+            alone = sum(other.slot == owner.slot for other in holders) == 1
+            proved = rule is not None and self.coverage.get(slot.name, "").split(" →")[0] == rule.name
+            if isinstance(owner.module, _LAYERS) and alone and proved:
+                values = slot.place(parts[owner.slot].unsqueeze(0))[0].view(slot.shape)
+                noisy.setdefault(owner.module, {})[owner.attribute] = values
+        for module, variances in noisy.items():  # a weight that is not random does not vary
+            variances.setdefault("weight", torch.zeros_like(module.get_parameter("weight").detach()))
+        return noisy
+
+    def _shared(self, layers: Mapping[nn.Module, Mapping[str, Tensor]]) -> Tensor:
+        """True for the entries that take sampled weights, `[P]`."""
+        noisy = {o.slot for o in owners(self.problem) if o.attribute in layers.get(o.module, {})}
+        sizes = self.problem.layout.sizes
+        each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.mean.device)
+        return each.repeat_interleave(torch.tensor(sizes, device=self.mean.device))
+
+    def _require_once(self, layers: Mapping[nn.Module, Any], fired: list[nn.Module]) -> None:
+        """Raises unless every layer was called once: two calls with noise of their own share no weights.
+
+        Raises:
+            UnsupportedError: A layer was called several times, or never.
+        """
+        for module in layers:
+            if fired.count(module) != 1:
+                name = next(name for name, other in self.problem.module.named_modules() if other is module)
+                raise UnsupportedError(
+                    f"layer {name!r} is called {fired.count(module)} times in a forward pass; local "
+                    "reparameterisation draws noise per call and needs one. Use local_reparameterization=False."
+                )
+
+
+@contextmanager
+def _noisy(
+    layers: Mapping[nn.Module, Mapping[str, Tensor]], generator: torch.Generator | None
+) -> Iterator[list[nn.Module]]:
+    """Adds noise to the outputs of layers while it is open; the list says which were called."""
+    fired: list[nn.Module] = []
+
+    def perturb(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        fired.append(module)
+        variance = _output_variance(module, args[0], layers[module]).clamp(min=torch.finfo(output.dtype).tiny)
+        return output + variance.sqrt() * standard_normal(tuple(output.shape), output, generator)
+
+    handles = [module.register_forward_hook(perturb) for module in layers]
+    try:
+        yield fired
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _output_variance(module: nn.Module, x: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
+    """V_W a² + v_b in the shape of the layer's output."""
+    weight = variances["weight"].to(x.dtype)
+    bias = variances.get("bias")
+    bias = None if bias is None else bias.to(x.dtype)
+    if isinstance(module, nn.Linear):
+        return functional.linear(x.square(), weight, bias)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return module._conv_forward(x.square(), weight, bias)  # the module's own padding, stride and groups
+    raise UnsupportedError(f"no pre-activation noise for {type(module).__name__}.")

@@ -14,9 +14,9 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.refinement.glm import LinearModel
-from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
+from laplace.refinement.linear_model import LinearModel
 from laplace.refinement.newton import minimise
+from laplace.refinement.process import Features, KernelBatch, KernelCovariance, KernelData, columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior, Refinement
-from laplace.refinement.glm import LinearModel
+from laplace.refinement.linear_model import LinearModel
 from laplace.refinement.newton import Minimum, minimise
 
 S = TypeVar("S", bound="Covariance")

@@ -25,10 +25,9 @@ from tqdm.auto import tqdm
 
 from laplace.core.precision_policy import widened
 from laplace.posterior.posterior import Refinement
-from laplace.refinement.glm import LinearModel
+from laplace.refinement.linear_model import LinearModel, Smoothing
 from laplace.refinement.newton import Minimum
 from laplace.refinement.refiner import Refiner, S
-from laplace.refinement.smoothing import Smoothing
 
 _SHORTER = 0.25
 """Factor of a step that would lower the bound."""

@@ -10,17 +10,224 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
+from laplace.engines.engine import as_count
+from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import GGNEngine
+from laplace.engines.native.products import GraphMap, HeadMap
+from laplace.errors import InvalidData
 from laplace.fitting import Fit, ReadOptions
 from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.checks import check_outputs
+from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
-from laplace.refinement.glm import LinearModel
-from laplace.refinement.likelihood_at_mode import Shifted
-from laplace.refinement.linear import LinearData
+from laplace.refinement.linear_model import LinearModel, Smoothing
 from laplace.refinement.refiner import Covariance, RefineOptions, Refiner
-from laplace.refinement.smoothing import Smoothing
 from laplace.structures.base import Precision
+
+_INSTEAD = "Predictions, evidence and tuning of a posterior that is not refined take them"
+"""What to do with outputs that have positions."""
+
+KEPT_BYTES = 2**28
+"""Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
+
+
+class LinearBatch:
+    """One batch.
+
+    Args:
+        engine: Gives outputs and Jacobians at θ*.
+        x: Inputs.
+        y: Targets as the loader gives them, without ignored ones.
+
+    Attributes:
+        f: Outputs at θ*, `[B, C]`, float64.
+        y: Checked targets.
+    """
+
+    def __init__(self, engine: NativeEngine, x: Inputs, y: Tensor) -> None:
+        self.engine = engine
+        self.x = x
+        self.kept: HeadMap | GraphMap | None = self._map()
+        self.f = widened(self._outputs.detach())
+        self.y = engine.checked(self.f, y)
+
+    def _map(self) -> HeadMap | GraphMap:
+        if self.engine.problem.head is not None:
+            parts = list(self.engine.jacobian(self.x))
+            if parts and all(jacobian.is_head for jacobian, _ in parts):
+                require_none(parts[0][0].positions, "refine(...)", _INSTEAD)
+                self._outputs = torch.cat([f for _, f in parts])
+                features = torch.cat([jacobian.head_features() for jacobian, _ in parts])
+                return HeadMap(widened(features), parts[0][0].head_places())
+        linear = self.engine.linear(self.x)
+        require_none(linear.positions, "refine(...)", _INSTEAD)
+        self._outputs = linear.f
+        return GraphMap(linear, linear.f.shape[-1])
+
+    @property
+    def linear(self) -> HeadMap | GraphMap:
+        """Products with the Jacobian: those that are kept, or from a new forward pass."""
+        return self._map() if self.kept is None else self.kept
+
+
+class LinearData:
+    """All data, read once and held: every product reads the same batches in the same order.
+
+    Args:
+        engine: Gives outputs and Jacobians at θ*.
+        loader: Batches.
+        dict_key_y: Key of the targets, for mappings.
+        progress_bar: Whether to show one.
+
+    Raises:
+        InvalidData: No data, or all are ignored, or a batch that cannot be used.
+    """
+
+    def __init__(
+        self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str, *, progress_bar: bool = False
+    ) -> None:
+        self.engine = engine
+        self.batches: list[LinearBatch] = []
+        n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
+        bar = DataBar("refine, data", loader, shown=progress_bar)
+        for number, item in enumerate(loader):
+            with named(f"batch {number}"):
+                counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
+                if counted is None:
+                    continue
+                batch = LinearBatch(engine, *counted)
+            n_bytes += batch.linear.n_bytes
+            if n_bytes > KEPT_BYTES:
+                batch.kept = None
+            self.batches.append(batch)
+            bar.add(len(batch.f))
+        bar.close()
+        if not self.batches:
+            raise InvalidData("the loader gave no data, or all are ignored; a refinement needs those of the fit.")
+
+    @property
+    def n_data(self) -> float:
+        """Data that count."""
+        likelihood = self.engine.likelihood
+        return as_count(sum(float(likelihood.count(batch.f, batch.y)) for batch in self.batches))
+
+    def push(self, vector: Tensor) -> list[Tensor]:
+        """J v of every batch, `[B, C]` each."""
+        return [batch.linear.push(vector.unsqueeze(0))[0] for batch in self.batches]
+
+    def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
+        """Σ Jᵀ u over batches, `[P]`."""
+        total = cotangents[0].new_zeros(1, self.engine.problem.layout.n_params)
+        for batch, u in zip(self.batches, cotangents, strict=True):
+            batch.linear.add_pull(u.unsqueeze(0), total)
+        return total[0]
+
+    def curvature_product(self, inner: Sequence[OutputHessian], scale: Tensor, vector: Tensor) -> Tensor:
+        """Σ Jᵀ (scale · Λ) J v, `[P]`, with an output Hessian per batch; one map per batch serves both directions."""
+        total = torch.zeros_like(vector).unsqueeze(0)
+        for batch, hessian in zip(self.batches, inner, strict=True):
+            linear = batch.linear
+            linear.add_pull(scale * hessian.times(linear.push(vector.unsqueeze(0))), total)
+        return total[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Shifted(Likelihood):
+    """p(y | f + shift), in expectation over a Gaussian around f + shift, with shift and root packed into the targets.
+
+    It makes an engine compute, in any structure, Σ Jᵀ Λ(f_lin) J with Λ at the outputs of the linearised network
+    instead of at f(x, θ*).
+
+    Attributes:
+        base: p(y | f).
+        smoothing: Points of the expectation.
+        example: One row of the targets, for their shape and dtype.
+        n_outputs: C.
+        rooted: Whether targets carry a root.
+    """
+
+    base: Likelihood
+    smoothing: Smoothing
+    example: Tensor
+    n_outputs: int
+    rooted: bool
+    name = "shifted"
+
+    def pack(self, shift: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
+        """Targets `[B, …]` of `base` with shifts `[B, C]` and roots, as `[B, n]`, float64."""
+        parts = [shift] if root is None else [shift, root.flatten(1)]
+        return torch.cat([widened(part) for part in (*parts, y.reshape(len(y), -1))], 1)
+
+    def _unpacked(self, packed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        c = self.n_outputs
+        width = 0 if not self.rooted else c if self.smoothing.independent else c * c
+        shift, root, y = packed.split([c, width, packed.shape[1] - c - width], 1)
+        y = y.reshape(len(y), *self.example.shape).to(self.example.dtype)
+        if not self.rooted:
+            return shift, None, y
+        return shift, root if self.smoothing.independent else root.view(-1, c, c), y
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        check_outputs(f)
+        return y
+
+    @property
+    def weighs_targets(self) -> bool:
+        return self.base.weighs_targets
+
+    def weights(self, y: Tensor) -> Tensor | None:
+        return self.base.weights(self._unpacked(y)[2])
+
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        return self.base.count(f, self._unpacked(y)[2])
+
+    def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
+        """Loss at the centre, f + shift."""
+        shift, _, targets = self._unpacked(y)
+        return self.base.loss_terms(widened(f) + shift, targets).to(f.dtype)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
+        """Expected output Hessian around f + shift."""
+        if y is None:
+            return self.base.hessian(f)
+        shift, root, targets = self._unpacked(y)
+        return self.smoothing.hessian(self.base, widened(f) + shift, root, targets).to(f.dtype)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        shift, root, targets = self._unpacked(y)
+        return self.smoothing.gradient(self.base, widened(f) + shift, root, targets).to(f.dtype)
+
+    def sample_gradients(
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self.base.sample_gradients(f, None, n_samples, generator)
+
+    def log_likelihood(
+        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+    ) -> Tensor:
+        return self.base.log_likelihood(loss_terms, n_data, n_outputs, sigma_noise, temperature)
+
+    def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
+        return self.base.curvature_scale(kind, sigma_noise, temperature)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        return self.base.inverse_link(f)
+
+    def predict(
+        self, mean: Tensor, covariance: Tensor, link: str, n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.base.predict(mean, covariance, link, n_samples, generator)
+
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        return self.base.predictive_nll(prediction, variance, y, sigma_noise)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from laplace.training.continual import TaskFit, TaskResult, continual_training, train_task
     from laplace.training.marglik import marglik_training
     from laplace.training.online import Checkpoint, OnlineLaplace
-    from laplace.training.penalty import quadratic_penalty
-    from laplace.training.task_memory import TaskMemory
+    from laplace.training.task_memory import TaskMemory, quadratic_penalty
 else:
     __getattr__, __dir__ = attach(
         __name__,
@@ -17,8 +16,7 @@ else:
             "laplace.training.continual": "TaskFit TaskResult continual_training train_task",
             "laplace.training.marglik": "marglik_training",
             "laplace.training.online": "Checkpoint OnlineLaplace",
-            "laplace.training.penalty": "quadratic_penalty",
-            "laplace.training.task_memory": "TaskMemory",
+            "laplace.training.task_memory": "TaskMemory quadratic_penalty",
         },
     )
 

@@ -36,12 +36,10 @@ from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.first_outputs import call_of
-from laplace.posterior.learning import measured
+from laplace.posterior.learning import call_of, measured
 from laplace.training.online import check_step_size
-from laplace.training.penalty import quadratic_penalty
-from laplace.training.task_memory import TaskMemory
-from laplace.tuning.optimise import minimise
+from laplace.training.task_memory import TaskMemory, quadratic_penalty
+from laplace.tuning.search import minimise
 
 # The pieces.
 

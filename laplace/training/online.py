@@ -44,10 +44,10 @@ from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.first_outputs import call_of
+from laplace.posterior.learning import call_of
 from laplace.structures.base import Curvature
 from laplace.training.trained_weights import RestOfWeights, find_random_weights, random_weights
-from laplace.tuning.settings import spread
+from laplace.tuning.search import spread
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import network_of
 

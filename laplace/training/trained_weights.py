@@ -16,7 +16,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.first_outputs import discovered, informed
+from laplace.posterior.learning import discovered, informed
 from laplace.posterior.posterior import match_lengths
 from laplace.weights.base import trainable
 from laplace.weights.problem import ParameterSlice, Problem

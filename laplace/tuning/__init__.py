@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from laplace.core.lazy import attach
 
 if TYPE_CHECKING:
+    from laplace.tuning.candidates import Predictive
     from laplace.tuning.choose import TuningResult, report
     from laplace.tuning.group import PosteriorGroup
     from laplace.tuning.objectives import Thresholds
-    from laplace.tuning.predictive import Predictive
     from laplace.tuning.tunable import Tunable
 else:
     __getattr__, __dir__ = attach(
@@ -17,7 +17,7 @@ else:
             "laplace.tuning.choose": "TuningResult report",
             "laplace.tuning.group": "PosteriorGroup",
             "laplace.tuning.objectives": "Thresholds",
-            "laplace.tuning.predictive": "Predictive",
+            "laplace.tuning.candidates": "Predictive",
             "laplace.tuning.tunable": "Tunable",
         },
     )

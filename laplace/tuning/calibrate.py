@@ -32,12 +32,11 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
-from laplace.predictive.mixing import mixed
-from laplace.tuning.candidates import MixedCandidates
+from laplace.predictive.posterior_outputs import mixed
+from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import HeldOut, held_out_part, refits_of_head
-from laplace.tuning.predictive import Predictive
-from laplace.tuning.scores import Prediction, find_score
+from laplace.tuning.objectives import Prediction, find_score
 from laplace.tuning.validation import Targets, Validation
 from laplace.weights.last_layer import LastLayer
 

@@ -8,19 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from laplace.core.argument_checks import check_counts, positive
-from laplace.core.precision_policy import wide_dtype
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
+from laplace.network.model_guard import autograd_mode
+from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
 from laplace.structures.base import Curvature
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence, require_same_data
-from laplace.tuning.inflated_noise import inflated_noise
-from laplace.tuning.optimise import Climb, Evaluate, Search
-from laplace.tuning.settings import NAMES, Coordinates, checked_names, restructured, spread
+from laplace.tuning.search import (
+    BOUND,
+    NAMES,
+    Climb,
+    Coordinates,
+    Evaluate,
+    Search,
+    checked_names,
+    restructured,
+    spread,
+)
 from laplace.tuning.validation import ValidationLoss
 
 EVIDENCE = "evidence"
@@ -256,3 +267,102 @@ def _notes(coordinates: Coordinates, search: Search) -> list[str]:
         notes.append(f"the best value has a hyper-parameter at the bound of the search, 1e-10 or 1e10: the {names} may "
                      "have no finite optimum")  # fmt: skip
     return notes
+
+
+_LARGEST_RATIO = 1.5
+"""Of the noise and the residuals: at 1.5 five ninths of the observed values count as explained."""
+
+
+def inflated_noise(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor) -> str | None:
+    """A note where the noise that the evidence chose is far larger than the residuals, or None.
+
+    Args:
+        posterior: What was tuned.
+        sigma_noise: The noise σ, 0-dim or `[C]`.
+        temperature: The temperature T, by which σ² is multiplied in the likelihood.
+    """
+    fit = posterior.fit
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    if squares is None:
+        return None
+    noise = (widened(sigma_noise.detach()).square() * widened(temperature.detach())).sqrt()
+    residual = (squares if noise.ndim else squares.mean()).sqrt()
+    worst = (noise / residual).argmax()
+    sigma, spread = noise.reshape(-1)[worst].item(), residual.reshape(-1)[worst].item()
+    if not sigma > _LARGEST_RATIO * spread:
+        return None
+    explained = 100 * (1 - (spread / sigma) ** 2)
+    ratio = f"{sigma / spread:.3g} times " if spread else "with "
+    return (
+        f"the evidence chose a noise of {sigma:.3g}, {ratio}the root mean square {spread:.2g} of the "
+        f"residuals, since it counts {explained:.0f} % of the observed values as explained by the weights; a curvature "
+        "that leaves out how weights depend on each other overstates that where data are few: compare "
+        "hessian_structure='full', use the last layer, or tune on validation data"
+    )
+
+
+_TOLERANCE = 1e-3
+"""Change of log δ at which it has converged."""
+
+_NEAR_BOUND = BOUND - 1e-3
+"""Largest |log δ| that is within the bound of a search, and not at it."""
+
+_SMALLEST_FACTOR = 0.1
+"""Factor of δ in one step at least: an estimate of γ may be negative, its expectation is not."""
+
+
+def prior_by_fixed_point(
+    group: PosteriorGroup, init: float | Tensor, structure: str, n_steps: int, *, progress_bar: bool = False
+) -> TuningResult:
+    """The prior precision at which the gradient of the log evidence vanishes; the posterior is not changed.
+
+    Args:
+        group: One posterior.
+        init: Where it begins; a vector keeps its structure.
+        structure: `"scalar"`, `"layerwise"` or `"diag"`.
+        n_steps: Steps at most.
+        progress_bar: Show a progress bar.
+
+    Raises:
+        UnsupportedError: Several posteriors, whose mixture has no such equation.
+        InvalidArgument: Unknown structure, or a start that is no prior precision.
+    """
+    check_counts(n_steps=n_steps)
+    if len(group.posteriors) > 1:
+        raise UnsupportedError("method='em' is for one posterior; tune a mixture by method='marglik'.")
+    now = group.hypers(("prior_precision",))
+    delta = spread(init, structure, group.layout, now.prior_precision)
+    values: list[float] = []
+    converged = False
+    with autograd_mode(), torch.enable_grad(), tqdm(total=n_steps, desc="em", disable=not progress_bar) as bar:
+        for _ in range(n_steps):
+            bar.update()
+            value, factor = _step(group.first, delta)
+            values.append(value)
+            former = delta
+            delta = (widened(delta) * factor).log().clamp(-BOUND, BOUND).exp().to(delta.dtype)
+            converged = bool(((widened(delta) / widened(former)).log().abs() <= _TOLERANCE).all())
+            if converged:
+                break
+    notes = () if converged else (f"the prior precision still moved after {n_steps} steps; raise n_steps",)
+    if bool((widened(delta).log().abs() >= _NEAR_BOUND).any()):
+        notes = (
+            *notes,
+            "a prior precision is at the bound of the search, 1e-10 or 1e10: it may have no finite optimum",
+        )
+    seen = torch.tensor(values, dtype=wide_dtype())
+    return TuningResult(delta, now.sigma_noise, now.temperature, values[-1], seen, {}, converged, notes)
+
+
+def _step(posterior: Posterior, delta: Tensor) -> tuple[float, Tensor]:
+    """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next one, float64."""
+    leaf = delta.detach().clone().requires_grad_()
+    at = posterior.at(replace(posterior.hypers, prior_precision=leaf))
+    value = at.log_evidence()
+    (slope,) = torch.autograd.grad(value, leaf)
+    (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
+    slope, square = widened(slope), widened(square)
+    # Of a tensor that is zero and that nothing is known of there is no fixed point: its precision stays.
+    known = 2 * widened(leaf.detach()) * slope > torch.finfo(leaf.dtype).eps * len(at.mean)
+    factor = torch.where((square > 0) | known, 1 + 2 * slope / square, 1.0)
+    return value.item(), factor.clamp(min=_SMALLEST_FACTOR)

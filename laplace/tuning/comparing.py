@@ -21,9 +21,8 @@ from laplace.likelihoods.target import Summary
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
-from laplace.predictive.mixing import mixed
-from laplace.predictive.posterior_outputs import PosteriorOutputs
-from laplace.predictive.predictor import Predictor, Request
+from laplace.predictive.posterior_outputs import PosteriorOutputs, mixed
+from laplace.predictive.predict import Predictor, Request
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.validation import Targets, Validation

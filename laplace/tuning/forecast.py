@@ -24,8 +24,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import shards_of
-from laplace.tuning.head_refit import Head
-from laplace.tuning.held_out import ranks_of_data
+from laplace.tuning.held_out import Head, ranks_of_data
 
 # What a forecast may take: it is fixed by these numbers, and no clock is read.
 

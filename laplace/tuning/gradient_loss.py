@@ -27,11 +27,11 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
-from laplace.predictive.mixing import mixed
+from laplace.predictive.posterior_outputs import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import Objective
-from laplace.tuning.settings import Coordinates
+from laplace.tuning.search import Coordinates
 from laplace.tuning.validation import Targets, ValidationLoss, entropy_of
 
 

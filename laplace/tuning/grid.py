@@ -20,8 +20,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.network.model_guard import autograd_mode
 from laplace.tuning.candidates import MixedCandidates, Predict
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.objectives import Objective, Running
-from laplace.tuning.scores import Prediction
+from laplace.tuning.objectives import Objective, Prediction, Running
 from laplace.tuning.validation import Targets, ValidationLoss, entropy_of
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}

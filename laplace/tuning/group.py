@@ -17,10 +17,8 @@ from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Given, Posterior
-from laplace.tuning.candidates import Candidates, MixedCandidates
-from laplace.tuning.optimise import Evaluate
-from laplace.tuning.predictive import Predictive
-from laplace.tuning.settings import NAMES, Coordinates
+from laplace.tuning.candidates import Candidates, MixedCandidates, Predictive
+from laplace.tuning.search import NAMES, Coordinates, Evaluate
 
 
 def log_mean_exp(values: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from laplace.enums import (
 )
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.default_noise import warn_of_default_noise
 from laplace.posterior.posterior import Posterior
+from laplace.predictive.predict import warn_of_default_noise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from laplace.tuning.choose import TuningResult
     from laplace.tuning.group import PosteriorGroup
     from laplace.tuning.objectives import Loss
-    from laplace.tuning.settings import Tuned
+    from laplace.tuning.search import Tuned
     from laplace.tuning.validation import ValidationLoss
 
 
@@ -142,7 +142,7 @@ class Tunable(ABC):
             CalibrationWarning: Fewer than 20 data decide.
         """
         from laplace.tuning import calibrate as search
-        from laplace.tuning.predictive import Predictive
+        from laplace.tuning.candidates import Predictive
         from laplace.tuning.validation import Validation
 
         check_generator(generator)
@@ -240,7 +240,7 @@ class Tunable(ABC):
                 without positions); of other weights, structures by products alone (`"lowrank"`, `"matrix_free"`) and
                 loaded posteriors nothing is forecast, and no warning does not mean that all is well.
         """
-        from laplace.tuning import choose, fixed_point, forecast, optimise
+        from laplace.tuning import choose, forecast, search
 
         choose.check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
@@ -249,7 +249,7 @@ class Tunable(ABC):
         posteriors.refuse_calibrated("optimize_prior_precision")
         with posteriors.same_random_states():
             if method == TuningMethod.MARGLIK:
-                climb = optimise.Climb("adam", n_steps, lr, label=choose.EVIDENCE, progress_bar=progress_bar)
+                climb = search.Climb("adam", n_steps, lr, label=choose.EVIDENCE, progress_bar=progress_bar)
                 result = choose.prior_by_evidence(posteriors, init_prior_prec, structure, climb)
                 result = result if val_loader is None else result.noting(_UNUSED)
             elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
@@ -261,7 +261,7 @@ class Tunable(ABC):
                 scored = _validation_loss(posteriors, loss, kind, val_loader, progress_bar=progress_bar, group=group)
                 result = choose.prior_on_grid(posteriors, values, structure, scored)
             elif method == TuningMethod.EM:
-                result = fixed_point.prior_by_fixed_point(
+                result = choose.prior_by_fixed_point(
                     posteriors, init_prior_prec, structure, n_steps, progress_bar=progress_bar
                 )
             else:
@@ -338,7 +338,7 @@ class Tunable(ABC):
                 the search did not converge.
             CalibrationWarning: As of `optimize_prior_precision`, after a search of the evidence.
         """
-        from laplace.tuning import choose, forecast, optimise
+        from laplace.tuning import choose, forecast, search
         from laplace.tuning.grid import make_axes
 
         structure = None if prior_structure is None else str(prior_structure)
@@ -352,7 +352,7 @@ class Tunable(ABC):
                 _warn_of_noise(posteriors)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
-            climb = optimise.Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
+            climb = search.Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if combined is not None:
                 _refuse_data(val_loader, ood_loader, method)
                 result = choose.by_evidence(replace(posteriors, combined=combined), coordinates, climb)
@@ -386,8 +386,8 @@ def _validation_loss(
     group: ProcessGroup | None,
 ) -> ValidationLoss:
     """The loss that a search on validation data minimises; `kind` are the fields of a `Predictive`."""
+    from laplace.tuning.candidates import Predictive
     from laplace.tuning.objectives import make_objective
-    from laplace.tuning.predictive import Predictive
     from laplace.tuning.validation import Validation, ValidationLoss
 
     data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))

@@ -24,9 +24,8 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
-from laplace.tuning.objectives import MeanScore, Objective, Running
-from laplace.tuning.predictive import Predictive
-from laplace.tuning.scores import Prediction, find_score
+from laplace.tuning.candidates import Predictive
+from laplace.tuning.objectives import MeanScore, Objective, Prediction, Running, find_score
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import ParameterSlice, Problem
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
 from laplace.network.spread import processes_of, require_whole
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.weights.problem import Problem
 
 

@@ -15,7 +15,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.weights.discovery import (
     LINEAR,
     find_last_layer,

@@ -12,7 +12,7 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.network.model_guard import model_lock
 from laplace.network.spread import require_whole
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.weights.base import Weights
 from laplace.weights.discovery import require_linear
 from laplace.weights.feature_extractor import FeatureExtractor

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.network.fingerprint import checksums, same_sums
 from laplace.network.spread import is_spread
+from laplace.network.watch import checksums, same_sums
 from laplace.weights.discovery import find_last_layer
 from laplace.weights.heads import random_head
 

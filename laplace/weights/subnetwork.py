@@ -11,7 +11,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.network.model_guard import model_lock
-from laplace.network.witness import FirstBatch
+from laplace.network.watch import FirstBatch
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import ParameterSlice, Problem
 

@@ -16,9 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError, UnsupportedError
-from laplace.fitting import checkpoint
 from laplace.likelihoods import LikelihoodFromLoss
-from laplace.network.witness import ROWS
+from laplace.network.watch import ROWS
 from laplace.structures import STRUCTURES, fields
 from tests.conftest import THREADS
 from tests.fitting.interrupted import CASES, Interrupted, left_behind
@@ -419,7 +418,7 @@ def test_a_file_that_could_not_be_written_leaves_the_former_one(
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.torch, "save", fails)
+        patched.setattr(resuming.torch, "save", fails)
         with pytest.raises(OSError, match="no space"):
             Laplace(network(), "classification", "all", "kron").fit(data, resume=tmp_path / "fit", save_every=1)
     assert (tmp_path / "fit").read_bytes() == before

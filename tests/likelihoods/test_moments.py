@@ -17,7 +17,7 @@ from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.moment_target import MomentLikelihood, TargetMoments
 from laplace.likelihoods.poisson import log_normal_moments
 from laplace.metrics import gaussian_crps
-from laplace.tuning.scores import find_score
+from laplace.tuning.objectives import find_score
 from tests import grid
 from tests.reference import likelihoods as reference
 from tests.reference.compare import assert_close

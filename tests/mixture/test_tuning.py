@@ -17,7 +17,7 @@ from laplace.tuning import Predictive, Thresholds
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
-from laplace.tuning.settings import Coordinates
+from laplace.tuning.search import Coordinates
 from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.network.attributes import Seen, attributes_of
 from laplace.network.model_guard import modules_of, named_modules_of, preserve_model
+from laplace.network.watch import Seen, attributes_of
 
 
 class Layer(nn.Module):

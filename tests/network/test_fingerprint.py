@@ -17,9 +17,17 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, curvature, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
-from laplace.network.attributes import attributes_of, changed_names, digests
-from laplace.network.fingerprint import checksums, same_sums
-from laplace.network.witness import ROWS, FirstBatch, differ, first_rows
+from laplace.network.watch import (
+    ROWS,
+    FirstBatch,
+    attributes_of,
+    changed_names,
+    checksums,
+    differ,
+    digests,
+    first_rows,
+    same_sums,
+)
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
 from tests import grid

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrizations, parametrize, vector_to_parameters
 
 from laplace import Laplace
 from laplace.errors import InvalidInputs, MemoryWarning
-from laplace.predictive import sampled_weights
-from laplace.predictive.sampled_weights import LEAST_SAMPLES, one_by_one, outputs_at, vectorised
+from laplace.predictive import sampled
+from laplace.predictive.sampled import LEAST_SAMPLES, one_by_one, outputs_at, vectorised
 from laplace.weights.problem import ParameterSlice, Problem
 
 SAMPLES, BUDGET = 24, 2**30
@@ -358,7 +358,7 @@ def test_a_pass_stays_within_the_budget(budget: int) -> None:
     expected = one_by_one(problem, X, thetas)
     torch.testing.assert_close(outputs_at(problem, X, thetas, budget), expected, rtol=1e-10, atol=1e-10)
     per_sample = 8 * (2 * thetas.shape[1] + 6 * (5 + 5 + 3))
-    assert at_once(problem) == [max(1, min(budget, sampled_weights.CHUNK_BYTES) // per_sample)]
+    assert at_once(problem) == [max(1, min(budget, sampled.CHUNK_BYTES) // per_sample)]
 
 
 @pytest.mark.parametrize("size", [2, 5, SAMPLES])
@@ -381,7 +381,7 @@ def test_smaller_chunks_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -
     problem = problem_of(mlp)
     thetas = weights(problem)
     expected = one_by_one(problem, X, thetas)
-    monkeypatch.setattr(sampled_weights, "vmap", small)
+    monkeypatch.setattr(sampled, "vmap", small)
     with pytest.warns(MemoryWarning, match="samples of the weights at once"):
         samples = outputs_at(problem, X, thetas, BUDGET)
     torch.testing.assert_close(samples, expected, rtol=1e-10, atol=1e-10)
@@ -433,7 +433,7 @@ def test_samples_are_those_of_a_plain_loop(subset: str, structure: str, monkeypa
 
     first, again = draw(), draw()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    monkeypatch.setattr(sampled_weights, "LEAST_SAMPLES", SAMPLES + 1)
+    monkeypatch.setattr(sampled, "LEAST_SAMPLES", SAMPLES + 1)
     for a, b in zip(first, draw(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     assert all(p is q and p.grad is None for p, q in zip(parameters, la.model.parameters(), strict=True))
@@ -469,7 +469,7 @@ def test_gradients_by_inputs_and_hyper_parameters(monkeypatch: pytest.MonkeyPatc
 
     together = gradients()
     assert at_once(la.problem)[0] > 1
-    monkeypatch.setattr(sampled_weights, "LEAST_SAMPLES", SAMPLES + 1)
+    monkeypatch.setattr(sampled, "LEAST_SAMPLES", SAMPLES + 1)
     for a, b in zip(together, gradients(), strict=True):
         assert a.abs().max() > 0
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -493,7 +493,7 @@ def test_candidates_of_a_grid_are_predicted_the_same(monkeypatch: pytest.MonkeyP
         return at_once(la.problem), seen
 
     (decision, *_), together = predicted()
-    monkeypatch.setattr(sampled_weights, "LEAST_SAMPLES", SAMPLES + 1)
+    monkeypatch.setattr(sampled, "LEAST_SAMPLES", SAMPLES + 1)
     none, apart = predicted()
     assert len(together) == len(apart) >= 5 and decision > 1 and not none
     for a, b in zip(together, apart, strict=True):

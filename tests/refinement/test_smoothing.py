@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laplace.likelihoods import Bernoulli, Categorical
-from laplace.refinement.smoothing import Smoothing
+from laplace.refinement.linear_model import Smoothing
 
 MEANS = torch.tensor([[-3.0], [0.0], [0.4], [2.0]], dtype=torch.float64)
 Y = torch.tensor([[0.0], [1.0], [0.0], [1.0]], dtype=torch.float64)

@@ -34,7 +34,7 @@ VALIDATION: dict[str, Any] = {"val_loader": grid.batches(seed=4), "n_samples": 3
 @pytest.fixture(autouse=True)
 def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits run whole batches twice, not two data: one that fails there is tried again on the whole batch."""
-    monkeypatch.setattr("laplace.network.witness.ROWS", len(X))
+    monkeypatch.setattr("laplace.network.watch.ROWS", len(X))
 
 
 def quietly(call: Callable[[], Any]) -> Any:

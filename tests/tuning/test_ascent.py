@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.tuning.optimise import BOUND, Evaluate, minimise
+from laplace.tuning.search import BOUND, Evaluate, minimise
 from tests.reference.compare import assert_close
 from tests.versions import newer_torch
 

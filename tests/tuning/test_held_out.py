@@ -20,8 +20,7 @@ from laplace.errors import (
     NotFittedError,
     UnsupportedError,
 )
-from laplace.posterior.predictor import PosteriorPredictor
-from laplace.predictive.predictor import Request
+from laplace.predictive.predict import PosteriorPredictor, Request
 from laplace.tuning.held_out import HeldOut, held_out_part, refits_of_head
 from tests.problems import Problem, get
 from tests.reference import refits as oracle
@@ -142,7 +141,7 @@ def test_a_weight_decay_is_found(likelihood: str) -> None:
 def test_nothing_is_left_of_where_the_search_begins(n: int) -> None:
     """Heads that differ by what the features do not see, or far apart with one penalty, have one refit."""
     from laplace.likelihoods.categorical import Categorical
-    from laplace.tuning.head_refit import Head
+    from laplace.tuning.held_out import Head
 
     model = network()
     x, y, _ = data(n)

@@ -12,8 +12,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods import get_likelihood
 from laplace.metrics import brier, expected_calibration_error, gaussian_crps, gaussian_nll, mean_confidence, nll
 from laplace.tuning import Thresholds
-from laplace.tuning.objectives import Running, make_objective
-from laplace.tuning.scores import find_score
+from laplace.tuning.objectives import Running, find_score, make_objective
 from laplace.tuning.validation import entropy_of
 from tests.reference.compare import assert_close
 

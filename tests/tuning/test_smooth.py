@@ -13,12 +13,11 @@ from laplace import ParametricLaplace
 from laplace.errors import InvalidArgument, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
+from laplace.tuning.candidates import Predictive
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
-from laplace.tuning.optimise import Evaluate
-from laplace.tuning.predictive import Predictive
-from laplace.tuning.settings import Coordinates
+from laplace.tuning.search import Coordinates, Evaluate
 from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.reference.compare import assert_close

@@ -22,7 +22,7 @@ from laplace.engines.native.forward import Capture, Plan
 from laplace.engines.native.functions import FunctionCall
 from laplace.engines.native.proof import holds, make_plan
 from laplace.engines.native.rules import rule_for
-from laplace.network.fingerprint import Held
+from laplace.network.watch import Held
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64

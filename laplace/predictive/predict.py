@@ -1,34 +1,177 @@
-"""Predictions of one posterior."""
+"""The interface that predictions are asked through, of a posterior or a mixture, and the options of a prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import checks
+from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
-from laplace.core.output_choice import OutputChoice
+from laplace.core.checks import named
+from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.overrides import PREDICTIONS
 from laplace.core.positions import in_users_layout, unrolled
+from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
 from laplace.core.random_numbers import drawn_seed
-from laplace.enums import PredType
-from laplace.errors import GradientWarning, InvalidArgument, UnsupportedError, warn
-from laplace.posterior.default_noise import warn_of_default_noise
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import ApproximationWarning, GradientWarning, InvalidArgument, UnsupportedError, warn
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
 from laplace.posterior.user_hooks import users_outputs, users_samples
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
-from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
+from laplace.predictive.options import PredictiveNames, check_model_kwargs, check_options, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.predictor import Predictor, Request
 
 if TYPE_CHECKING:
     from laplace.predictive.sampled import SampledOutputs
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Options of a prediction as users give them.
+
+    Attributes:
+        pred_type: Name of the predictive.
+        n_samples: Monte-Carlo samples.
+        diagonal_output: Only variances of the outputs.
+        generator: Source of randomness; None for the global one.
+        joint: Covariance over all inputs.
+        link_approx: Name of the link; None for samples, which need none.
+        outputs: Which outputs; None for all.
+        group_size: Inputs of a group, within which a joint covariance is; None for all.
+    """
+
+    pred_type: PredType | str
+    n_samples: int
+    diagonal_output: bool
+    generator: torch.Generator | None
+    joint: bool
+    link_approx: LinkApprox | str | None = None
+    outputs: Given = None
+    group_size: int | None = None
+
+    def kind(self, names: PredictiveNames) -> PredType:
+        """The predictive, linearised or sampled, by the names that a posterior has.
+
+        Raises:
+            InvalidArgument: Unknown predictive or link, or no samples.
+            InvalidType: The generator is no `torch.Generator`.
+        """
+        return check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
+
+    def options(self, channel_dim: int) -> PredictionOptions:
+        """Link, samples, form, and which outputs of a network that has its channels in `channel_dim`.
+
+        Raises:
+            InvalidType: Outputs that are no integers.
+            InvalidArgument: No outputs; or groups without `joint`, or of no inputs.
+        """
+        check_group(self.group_size, joint=self.joint)
+        form = form_of(joint=self.joint, diagonal_output=self.diagonal_output)
+        choice = OutputChoice.of(self.outputs, channel_dim)
+        link = str(self.link_approx or LinkApprox.PROBIT)
+        return PredictionOptions(link, self.n_samples, form, choice, self.group_size)
+
+
+def form_of(*, joint: bool, diagonal_output: bool) -> str:
+    """The covariance of the latents that was asked for: `"joint"`, `"diagonal"` or `"full"`."""
+    return "joint" if joint else "diagonal" if diagonal_output else "full"
+
+
+def check_group(group_size: int | None, *, joint: bool) -> None:
+    """Refuses groups of inputs where no joint covariance was asked for, and of no inputs.
+
+    Raises:
+        InvalidArgument: They are.
+    """
+    if group_size is None:
+        return
+    check_counts(group_size=group_size)
+    if not joint:
+        raise InvalidArgument(f"group_size={group_size} says which inputs are joint; give joint=True with it.")
+
+
+def is_loader(x: Any) -> bool:
+    """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
+    if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or batches.keys(x) is not None:
+        return False
+    if batches.are_graphs(x):
+        return False
+    return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
+
+
+class Predictor(ABC):
+    """A posterior, or a mixture of several, as it is asked for predictions.
+
+    What the methods return is documented where users call them, at the methods of the same names of
+    `laplace.predicting.Predicting`; `more` are arguments that the methods of a posterior alone have names for.
+    """
+
+    @abstractmethod
+    def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
+        """Value of `la(x, ...)`."""
+
+    @abstractmethod
+    def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
+        """Value of `la.predict(x, ...)`."""
+
+    def stream(
+        self, loader: Iterable[Any], request: Request, /, *, progress_bar: bool = False, **more: Any
+    ) -> Iterator[Prediction]:
+        """`predict` of the inputs of every batch of a loader, when it is asked for; nothing is kept of former ones.
+
+        Raises:
+            InvalidArgument: Results over all inputs together, or outputs for every row, which only one batch can have.
+        """
+        if request.joint:
+            raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
+        if isinstance(request.outputs, Tensor) and request.outputs.ndim > 1:
+            raise InvalidArgument(
+                "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
+            )
+        return self._streamed(loader, request, DataBar("predict", loader, shown=progress_bar), more)
+
+    def _streamed(
+        self, loader: Iterable[Any], request: Request, bar: DataBar, more: dict[str, Any]
+    ) -> Iterator[Prediction]:
+        for number, batch in enumerate(loader):
+            with named(f"batch {number}"):
+                x = batches.inputs(batch)
+                prediction = self.predict(x, request, **more)
+            yield prediction
+            bar.add(batches.size(x, ""))
+        bar.close()
+
+    @abstractmethod
+    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Value of `la.functional_samples(x, ...)`."""
+
+    @abstractmethod
+    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Value of `la.predictive_samples(x, ...)`."""
+
+    @abstractmethod
+    def check_whole(self, what: str) -> None:
+        """Refuses what takes a whole posterior, if every process holds a part of it.
+
+        Args:
+            what: What is asked for.
+
+        Raises:
+            NotFittedError: Before a fit.
+            UnsupportedError: It is spread over processes.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,8 +345,7 @@ class PosteriorPredictor(Predictor):
         Raises:
             UnsupportedError: The posterior is not diagonal.
         """
-        from laplace.predictive.reparameterised import ReparameterisedOutputs
-        from laplace.predictive.sampled import refuse_refined
+        from laplace.predictive.sampled import ReparameterisedOutputs, refuse_refined
 
         posterior, graph = self.posterior, self.graph
         self._look_at(x)
@@ -265,3 +407,45 @@ def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
         return torch.Generator(device=device).manual_seed(seeds[0])
 
     return seeded
+
+
+_LARGEST_RATIO = 5.0
+"""Of the noise and the residuals, or of the residuals and the noise."""
+
+_FEWEST = 10
+"""Observed values whose root mean square tells a size: of ten normal ones it is below 0.2 twice in a million."""
+
+
+def warn_of_default_noise(posterior: Posterior) -> None:
+    """Warns, once per fit, where σ is 1 and the residuals of the training data are far from it.
+
+    It is asked when something first depends on σ, a prediction or a tuning of the prior alone, and not by `fit`, after
+    which many choose σ.
+
+    Args:
+        posterior: The posterior.
+    """
+    if not posterior.likelihood.has_noise or posterior.cache.noise_seen or posterior.data is None:
+        return
+    if not checks.numbers_are_known() or posterior.overrides("sigma_noise"):
+        return
+    posterior.cache.noise_seen = True
+    fit = posterior.map_fit
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    if squares is None or fit.n_data * fit.n_outputs / len(squares) < _FEWEST:
+        return
+    sigma = posterior.hypers.sigma_noise.detach()
+    if not bool((sigma == 1).all()):
+        return
+    spreads = (squares if sigma.ndim else squares.mean(0, keepdim=True)).sqrt().tolist()
+    spread = max(spreads, key=lambda each: abs(math.log(each)) if each > 0 else 0.0)
+    if spread == 0 or 1 / _LARGEST_RATIO <= spread <= _LARGEST_RATIO:  # a loss of 0 was never summed
+        return
+    wrong = f"{1 / spread:.3g} times as large" if spread < 1 else f"{spread:.3g} times smaller"
+    warn(
+        f"sigma_noise is 1, its default, and the root mean square of the residuals is {spread:.3g}: the noise that "
+        f"the posterior and its predictions assume is {wrong}. Give sigma_noise=, tune it by "
+        "la.optimize_hyperparameters(('prior_precision', 'sigma_noise')) or, on validation data, by "
+        "la.calibrate(val_loader), or standardise targets in units of their own.",
+        ApproximationWarning,
+    )
