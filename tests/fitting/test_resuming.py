@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError, UnsupportedError
+from laplace.fitting import resuming
 from laplace.likelihoods import LikelihoodFromLoss
 from laplace.network.watch import ROWS
 from laplace.structures import STRUCTURES, fields
