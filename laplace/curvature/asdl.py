@@ -53,11 +53,7 @@ INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Imports of parts of the package: its own use of deprecated functions is no news to the user.
-
-    Raises:
-        MissingDependency: It is not installed, or the module of this name is another package's.
-    """
+    """Imports of parts of the package: its own use of deprecated functions is no news to the user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -156,11 +152,7 @@ class AsdlEngine(PackageEngine):
         maker.forward_and_backward()
 
     def _loss_type(self) -> str | None:
-        """ASDL's name of the loss.
-
-        Raises:
-            CurvatureError: It has no Fisher of this loss.
-        """
+        """ASDL's name of the loss."""
         if self.fisher_type == "fisher_emp":
             return None
         loss = self.loss

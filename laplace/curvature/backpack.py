@@ -360,11 +360,7 @@ class BackPackGGNEngine(BackPackEngine):
         return factors
 
     def _propagated(self, batch: CopiedBatch, chosen: Sequence[int], quantity: str, table: SupportTable) -> list[Any]:
-        """Values of a second-order extension for some tensors, in one backward pass.
-
-        Raises:
-            CurvatureError: The network is not a chain of modules that the extension knows.
-        """
+        """Values of a second-order extension for some tensors, in one backward pass."""
         loss = hessian_known(self.loss, batch.watched.f.shape[1])
         batch.treat_only(chosen)
         chain = faultless(chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen]), table)

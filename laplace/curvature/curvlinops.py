@@ -29,13 +29,7 @@ from laplace.weights.problem import Problem
 
 
 def _fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
-    """The reason why factors of a tensor with one use are missing or wrong in curvlinops, or None.
-
-    Args:
-        watched: The captured pass of the network.
-        slot: Index of the tensor.
-        reduce: Average over positions (KFAC-reduce), which curvlinops does over all but the first dimension.
-    """
+    """The reason why factors of a tensor with one use are missing or wrong in curvlinops, or None."""
     use = watched.plan[slot].uses[0]
     call = watched.capture.calls[use.call]
     layer, x = call.module, call.x
@@ -138,9 +132,6 @@ class CurvlinopsEngine(PackageEngine):
         The two differ where a backward pass is not the derivative of the forward one: the padding row of an embedding,
         which PyTorch freezes in the backward pass alone, or a user's own gradient. Forward over reverse mode, by which
         the Hessian's products come, is wrong through PyTorch's layer norm.
-
-        Raises:
-            CurvatureError: They differ.
         """
         generator = torch.Generator().manual_seed(1)
         if self.kind == "hessian":

@@ -170,11 +170,7 @@ class UserBackendEngine(CurvatureEngine):
         return summarised(self, x, y, loss, f"backend={self.name}")
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
-        """Checks the shape of a tensor that a user's method returned.
-
-        Raises:
-            InvalidArgument: It is not.
-        """
+        """Checks the shape of a tensor that a user's method returned."""
         n_params = self.problem.layout.n_params
         square = method != "full" or values.shape[0] == n_params
         if values.ndim != ndim or values.shape[-1] != n_params or not square:
@@ -185,11 +181,7 @@ class UserBackendEngine(CurvatureEngine):
         return values.to(self.dtype) if method in ("full", "diag") else values
 
     def _parts(self, kfacs: Sequence[Sequence[Tensor]], n_data: int) -> KronParts:
-        """Sums over data from a user's factors, of which the input side is a mean over them.
-
-        Raises:
-            InvalidArgument: They are not of the random parameters.
-        """
+        """Sums over data from a user's factors, of which the input side is a mean over them."""
         for slot, kfac in zip(self.problem.slots, kfacs, strict=True):
             if n_entries(kfac) != slot.size:
                 raise InvalidArgument(

@@ -222,8 +222,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         generator: Source of the draws of sampled curvature, or None.
         weighs_data: Whether its sums can be of weighted data.
         data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
-        inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
-        show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
+        on_profile: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
+        on_outputs: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
         judge: Called, where targets are checked, with them and the outputs `[B, C]`.
         seen: Features of a head, as fits saw them, by engines that have them.
         keeps: Whether the batches that are summed are to be kept there: those of the first reading of a fit.
@@ -234,8 +234,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     generator: torch.Generator | None = None
     weighs_data: bool = False
     data_weights: Tensor | None = None
-    inspect: Callable[[BatchProfile], None] | None = None
-    show: Callable[[Tensor], None] | None = None
+    on_profile: Callable[[BatchProfile], None] | None = None
+    on_outputs: Callable[[Tensor], None] | None = None
     judge: Callable[[Tensor, Tensor], None] | None = None
     keeps: bool = False
 
@@ -374,7 +374,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
             f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
         )
 
-    def outline(self, x: Inputs | None = None) -> BatchProfile | None:
+    def profile_by_shapes(self, x: Inputs | None = None) -> BatchProfile | None:
         """Profile by shapes alone, of a batch or, without one, of the smallest batch; None of engines that cannot.
 
         A lower bound of `profile`, without its seconds.

@@ -265,13 +265,13 @@ def accumulate(
         check = None
         if reading.check_memory:
             check = MemoryCheck(engine.problem, structure, options, known_length(loader))
-            engine.inspect = check
+            engine.on_profile = check
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         if reading.processes is not None:
             _require_sums(first)
         fit = _fitted(loader, engine, structure, first, reading, check)
     finally:
-        engine.inspect = engine.show = engine.judge = None
+        engine.on_profile = engine.on_outputs = engine.judge = None
     if own_loss is not None:
         own_loss.require_curved()
     return fit
@@ -360,12 +360,12 @@ def _checked(
 
 def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
     """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
-    least = engine.outline()
+    least = engine.profile_by_shapes()
     lacking = None if least is None else check.lacking(least)
     if lacking is None:
         return
     x, _ = planning.first_counted(loader, dict_key_y, engine.problem.device, engine.likelihood, engine.problem.module)
-    profile = engine.outline(x)
+    profile = engine.profile_by_shapes(x)
     if profile is not None:
         raise check.refusal(profile, lacking)
 

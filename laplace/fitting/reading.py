@@ -85,7 +85,7 @@ class Reading:
         bar = DataBar(self.label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
         content = self.options.content if self.number == 1 else None
-        self.engine.show, self.engine.keeps = None if look is None else look.see, look is not None
+        self.engine.on_outputs, self.engine.keeps = None if look is None else look.see, look is not None
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
                 data = self._counted(batch)

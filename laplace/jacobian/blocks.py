@@ -372,7 +372,7 @@ class Block(ABC):
         return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`, summed in their dtype: in float64 what is to be factored."""
+        """J diag(w) Jᵀ per datum, `[B, K, K]`, for weights w `[p]`, accumulated in their dtype."""
         return torch.cat([row_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
 
     def weighted_norms_each(self, weights: Tensor) -> Tensor:

@@ -316,12 +316,6 @@ class OuterBlock(FactoredBlock):
         """True if rotating a side after the sum over T positions, n to r entries, is less work than before it.
 
         Before, its rows take rows·T·n·r, and the sum sums·T·r; after, the sum takes sums·T·n, and rotating it sums·n·r.
-
-        Args:
-            basis: Of this side.
-            n: Its entries.
-            rows: Rows of its factor, per datum and position.
-            sums: Numbers of a datum's sum for each of its entries.
         """
         if basis is None or self.n_positions == 1:
             return False

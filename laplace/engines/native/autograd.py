@@ -249,7 +249,7 @@ def _embedding_bag(
 
 
 def _bags(offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Bags of one long list as rows of equal length: places in the list `[B, L]`, and which of them are the bag's."""
+    """Pads the bags of an embedding bag to equal length: indices into the list and a mask, `[B, L]` each."""
     ends = torch.cat([offsets[1:], offsets.new_tensor([length])])
     longest = max(1, int((ends - offsets).max()))
     places = offsets[:, None] + torch.arange(longest, device=offsets.device)

@@ -169,22 +169,22 @@ class NativeEngine(CurvatureEngine):
 
     def profile(self, x: Inputs, y: Tensor) -> BatchProfile:
         batch, _ = self.observe(x, y)
-        return timed_profile(batch, self._outline(batch))
+        return timed_profile(batch, self._profile(batch))
 
-    def outline(self, x: Inputs | None = None) -> BatchProfile:
+    def profile_by_shapes(self, x: Inputs | None = None) -> BatchProfile:
         if x is not None:
-            return self._outline(self.forward(x))
+            return self._profile(self.forward(x))
         f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
         return BatchProfile.least(
             self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
             product_budget=self._product_budget, loop=self._loop,
         )  # fmt: skip
 
-    def _outline(self, batch: ForwardPass) -> BatchProfile:
+    def _profile(self, batch: ForwardPass) -> BatchProfile:
         columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
         columns *= batch.capture.n_positions if batch.mixes and self.apart else 1
         refused = batch.mixes and columns > self.max_passes
-        return batch.outline(n_columns=columns, n_terms=terms, product_budget=self._product_budget, refused=refused)
+        return batch.profile(n_columns=columns, n_terms=terms, product_budget=self._product_budget, refused=refused)
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
@@ -315,11 +315,11 @@ class NativeEngine(CurvatureEngine):
         """A forward pass with a proven plan, and checked targets."""
         batch = self.forward(x)
         targets = self.targets(batch.f, y, batch.positions)
-        inspect, self.inspect, show, self.show = self.inspect, None, self.show, None
-        if inspect is not None:
-            inspect(self._outline(batch))
-        if show is not None:
-            show(batch.capture.f)
+        on_profile, self.on_profile, on_outputs, self.on_outputs = self.on_profile, None, self.on_outputs, None
+        if on_profile is not None:
+            on_profile(self._profile(batch))
+        if on_outputs is not None:
+            on_outputs(batch.capture.f)
         if self.keeps and self.problem.head is not None:
             self._keep(batch, targets)
         return batch, targets
@@ -345,11 +345,7 @@ class NativeEngine(CurvatureEngine):
         return Observed(self.likelihood, checked, weights)
 
     def _differentiable(self, x: Inputs) -> Capture:
-        """A captured forward pass whose gradients can be differentiated again; no rule need hold.
-
-        Raises:
-            InvalidData: A batch of no data.
-        """
+        """A captured forward pass whose gradients can be differentiated again; no rule need hold."""
         loop = prefers_loop(self.problem.module, twice=True)
         capture = record(self.problem, detached(x), loop=loop, create_graph=True)
         if capture.f.shape[0] == 0:

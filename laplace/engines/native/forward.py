@@ -276,9 +276,6 @@ def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]
     """Notes the gathered tensors of a spread network by their names, as FSDP puts them there before every layer runs.
 
     Of a head autograd's graph starts there.
-
-    Raises:
-        UnsupportedError: A random tensor was not there, or no gradient reaches it.
     """
     layers: dict[nn.Module, list[Owner]] = {}
     head = None if problem.head is None else problem.module.get_submodule(problem.head)
@@ -691,7 +688,7 @@ class ForwardPass:
         return block_of(self.problem, slot, uses, calls, gradients, self.n_data, dtype, activations)
 
     def _gradient_shape(self, call: int) -> torch.Size:
-        """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
+        """Shape of one output gradient of a call; for a head, that of the network's outputs."""
         is_known = not self.positions and call in self.capture.heads
         return self.capture.f.shape if is_known else self.capture.calls[call].shape
 
@@ -707,7 +704,7 @@ class ForwardPass:
         rows = None if self.mixes else self._by_row(block)
         return block if rows is None else rows
 
-    def outline(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
+    def profile(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
         """Profile of the batch by its shapes: without its graph, which is held by now, and without seconds.
 
         Args:
@@ -768,12 +765,7 @@ class ForwardPass:
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions, outputs=chosen)
 
     def _at_rows(self, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
-        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where there are many.
-
-        Args:
-            outputs: Of every row, `[B·T, K]`; None for all.
-            only: Slots.
-        """
+        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where there are many."""
         count = self.f.shape[1] if outputs is None else outputs.shape[1]
         step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
         parts: list[dict[int, Block]] = []
@@ -792,13 +784,7 @@ class ForwardPass:
         return self.f.new_zeros(*at.shape[:2], self.f.shape[1]).scatter_(2, at, 1.0)
 
     def _at_positions(self, at: Tensor, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
-        """Blocks `[K, B·S, p]` of the rows of S positions, by S·K cotangents of the whole outputs.
-
-        Args:
-            at: The positions, `[S]`.
-            outputs: Of every row, `[B·T, K]`; None for all.
-            only: Slots.
-        """
+        """Blocks `[K, B·S, p]` of the rows of S positions, by S·K cotangents of the whole outputs."""
         n_positions = self.capture.n_positions
         n_data = 1 if outputs is None else self.n_data  # all outputs are those of any datum
         count = self.f.shape[1] if outputs is None else outputs.shape[1]

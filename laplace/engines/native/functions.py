@@ -289,11 +289,7 @@ class SpreadCall(FunctionCall):
         return self._to_root(self.sign * self._summed(g, n_data, axis))
 
     def _summed(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
-        """Gradients `[K, *z]` as `[K, B, *o]`.
-
-        Raises:
-            IndexError: o varies along the dimension of the data, or both axes are one reading.
-        """
+        """Gradients `[K, *z]` as `[K, B, *o]`."""
         shape = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
         second = axis is BatchAxis.TRAILING and len(shape) > 1 and shape[1] == 1 and self.shape[1] == n_data
         at = 1 if second else 0
@@ -476,7 +472,7 @@ class Observer(TorchFunctionMode):
         self._record(ConvolutionCall(name, roles, inputs, kernel, steps, sides, apart, groups), inputs, z, [input])
 
     def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
-        """The random parameter that this one is a view of, its first row there, and whether it is transposed."""
+        """Finds the parameter that a tensor is a view of, with the row offset and whether it is transposed."""
         if id(tensor) in self.names:
             return tensor, 0, False
         root = tensor._base

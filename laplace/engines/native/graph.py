@@ -110,12 +110,7 @@ class Graph:
         )
 
     def _meeting_data(self, leaf: Node, homes: Mapping[Node, LayerCall]) -> list[Node]:
-        """Nodes in which a tensor meets the data, each as often: behind views, casts and operations on it alone.
-
-        Args:
-            leaf: The tensor's node.
-            homes: Nodes of calls, behind which nobody looks.
-        """
+        """Nodes in which a tensor meets the data, each as often: behind views, casts and operations on it alone."""
         alone: set[Node] = set()
         for call in homes.values():
             if call.weight_alone is not None:
@@ -133,10 +128,6 @@ class Graph:
         """The one call through which every way from a node to the outputs goes, None if there is none.
 
         A way through the data of a call comes from outside of it. Besides, whether the way is one, of views alone.
-
-        Args:
-            reader: A node that reads a weight.
-            homes: Nodes of calls.
         """
         fed = {node for call in homes.values() for node in call.fed}
         reached: set[Node] = set()

@@ -178,7 +178,7 @@ class OuterEngine(NativeEngine):
                     plan = self._known(capture, x) or self._prove(capture, x, ladder=False)
             if plan is not None and all(rule.proven for rule in plan):
                 batch = ForwardPass(self.problem, x, capture, plan, self.memory_budget)
-                if self._outline(batch).multiplies_by_factors(count):
+                if self._profile(batch).multiplies_by_factors(count):
                     self._remember(self._form(capture, x), plan)
                     return batch
         self._products_by_autograd = True
@@ -405,11 +405,7 @@ class HessianEngine(NativeEngine):
         return self.summary(capture.rows.detach(), targets)
 
     def _require_symmetric(self, product: HessianProduct) -> None:
-        """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.
-
-        Raises:
-            CurvatureError: The two differ beyond rounding.
-        """
+        """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong."""
         like = torch.zeros((), dtype=self.dtype, device=self.problem.device)
         generator = torch.Generator(device=like.device).manual_seed(0)
         pair = standard_normal((2, self.problem.layout.n_params), like, generator)

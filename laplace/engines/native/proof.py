@@ -1,30 +1,15 @@
-"""The numbers that a rule must reproduce, and how closely.
+"""The proof of every parameter's rule: a candidate among the uses that were recorded must pass a probe.
 
-The rule of every parameter: a candidate among the uses that were recorded, proved by a probe.
-
-A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
-weight is recomputed, and the data may lie in another dimension than the first. So a candidate must
-reproduce one number that autograd knows for certain, with random r `[B]` and u `[B, C]`,
+A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised weight is
+recomputed, and the data may lie in another dimension than the first. So a candidate must reproduce one number that
+autograd knows for certain, with random r `[B]` and u `[B, C]`,
 
     Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
 
-where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A
-parameter whose uses fail with every axis of the data goes down the ladder of fallbacks, probed in the same way.
-
-
-Rows of a layer by their datum, where rows are no dimension of data: routed to experts, or packed.
-
-A row belongs to the datum whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose number
-has no j-th bit: the gradient of a row is zero, exactly, for those that its datum has not. A row that reaches the
-outputs of several data gets a wrong number; like every other reading of a layer, this one must pass the probe of
-`make_plan`.
-
-
-Tensors that autograd does not reach: the network does not use them, or hides from autograd that it does.
-
-Under `torch.no_grad()`, behind `detach()` or a step function a tensor has no derivative although the outputs depend
-on it. Its curvature would be zero and its posterior the prior, which is right of unused tensors alone. So where tensors
-are not reached, which is rare, two forward passes say whether the outputs depend on them.
+where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A parameter whose
+uses fail with every axis of the data goes down the ladder of fallbacks, probed in the same way. Rows that are no
+dimension of data (routed to experts, or packed) are told apart by `Routing`; parameters without a gradient are unused,
+or used in a way that autograd cannot see, of which `check_unreached` warns.
 """
 
 from __future__ import annotations
@@ -317,12 +302,6 @@ def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int
     """Uses that could explain one tensor, from the likeliest family to the last.
 
     A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
-
-    Args:
-        capture: The captured batch.
-        modules: Those that own the tensor.
-        name: Its name.
-        n_data: B.
     """
     yield _by_modules(capture, modules, n_data)
     functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
@@ -584,7 +563,11 @@ _AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The rows of all calls of a captured batch, found when they are asked for.
+    """The rows of all calls of a captured batch by their datum, found when they are asked for.
+
+    A row belongs to the datum whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose
+    number has no j-th bit: the gradient of a row is zero, exactly, for those that its datum has not. A row that reaches
+    the outputs of several data gets a wrong number, and like every other reading of a layer must pass the probe.
 
     Attributes:
         capture: The batch.
@@ -680,7 +663,10 @@ _CHANGE = 1e-3
 
 
 def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
-    """Warns of tensors without a derivative on which the outputs depend all the same.
+    """Warns of tensors without a derivative on which the outputs depend all the same, as two forward passes say.
+
+    Under `torch.no_grad()`, behind `detach()` or a step function a tensor has no derivative. Its curvature would be
+    zero and its posterior the prior, which is right of unused tensors alone.
 
     Args:
         problem: The network and its random parameters.

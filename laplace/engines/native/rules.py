@@ -210,7 +210,7 @@ files(LinearRule(), nn.Linear)
 
 
 def _padded(module: nn.Module, x: Tensor) -> Tensor:
-    """The input as the convolution sees it, in any padding mode; without numbers its shape, the same in all of them."""
+    """Pads the input; on the meta device only the shape matters, so constant padding is used."""
     amount: list[int] = module._reversed_padding_repeated_twice  # pyright: ignore
     if module.padding_mode != "zeros" and not x.is_meta:
         return F.pad(x, amount, mode=module.padding_mode)  # pyright: ignore
