@@ -222,7 +222,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         generator: Source of the draws of sampled curvature, or None.
         weighs_data: Whether its sums can be of weighted data.
         data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
-        on_profile: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
+        on_profile: Called once, by engines that can say, with what the next batch shows, before it is summed.
         on_outputs: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
         judge: Called, where targets are checked, with them and the outputs `[B, C]`.
         seen: Features of a head, as fits saw them, by engines that have them.

@@ -765,7 +765,7 @@ class ForwardPass:
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions, outputs=chosen)
 
     def _at_rows(self, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
-        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where there are many."""
+        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, a few of them at a time where there are many."""
         count = self.f.shape[1] if outputs is None else outputs.shape[1]
         step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
         parts: list[dict[int, Block]] = []
