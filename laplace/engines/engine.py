@@ -369,7 +369,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
 
     def profile(self, x: Inputs, y: Tensor) -> BatchProfile:
-        """Shapes, memory and seconds of a batch, without its curvature; no random numbers are drawn."""
+        """Shapes and memory of a batch, without its curvature; no random numbers are drawn."""
         raise UnsupportedError(
             f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
         )
@@ -377,7 +377,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def profile_by_shapes(self, x: Inputs | None = None) -> BatchProfile | None:
         """Profile by shapes alone, of a batch or, without one, of the smallest batch; None of engines that cannot.
 
-        A lower bound of `profile`, without its seconds.
+        A lower bound of `profile`.
         """
         del x
         return None

@@ -1,11 +1,10 @@
-"""Shapes, memory and timings of one batch, from which the cost of a fit is estimated."""
+"""Shapes and memory of one batch, from which the cost of a fit is estimated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import nan
 
 from laplace.core.layout import Layout
 from laplace.engines.kron_parts import ThinFactor
@@ -14,7 +13,7 @@ from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 @dataclass(frozen=True)
 class BatchProfile:
-    """Shapes, bytes and seconds of a batch; all bytes are those of the whole batch.
+    """Shapes and bytes of a batch; all bytes are those of the whole batch.
 
     Attributes:
         layout: The random parameters.
@@ -31,9 +30,6 @@ class BatchProfile:
         product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
         loop: True if backward passes run one by one.
         refused: True if the columns are more backward passes than a batch may take.
-        forward: Seconds of a forward pass; NaN where nothing was timed.
-        backward: Seconds of one cotangent's backward pass, or NaN.
-        rate: Multiplications with an addition per second, in matrix products, or NaN.
         n_batches: Batches that a fit reads, or None if their number is unknown.
         inputs: Bytes of the inputs.
     """
@@ -52,9 +48,6 @@ class BatchProfile:
     product_budget: int
     loop: bool
     refused: bool = False
-    forward: float = nan
-    backward: float = nan
-    rate: float = nan
     n_batches: int | None = None
     inputs: int = 0
 
@@ -135,13 +128,6 @@ class BatchProfile:
         chunks = -(-self.n_columns // self.at_once)
         return chunks * sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
 
-    def product_seconds(self, n_vectors: int) -> float:
-        """One batch that is multiplied with vectors."""
-        if self.multiplies_by_factors(n_vectors):
-            return self.reading_seconds + self.n_data * self._products(n_vectors) / self.rate
-        # J v by differentiating twice, then Jᵀ u: about three backward passes
-        return self.forward + 3 * n_vectors * self.backward
-
     def product_bytes(self, n_vectors: int) -> int:
         """Bytes held while a batch is multiplied with vectors.
 
@@ -172,11 +158,6 @@ class BatchProfile:
     def shared_sizes(self) -> list[int]:
         """Sizes of the tensors whose squares need dense pieces: without factors, or with several positions."""
         return [t.size for t in self.tensors if not t.is_head and (not t.factored or t.positions > 1)]
-
-    @property
-    def reading_seconds(self) -> float:
-        """One batch through the network, K times back."""
-        return self.forward + (0.0 if self.is_head else self.n_columns * self.backward)
 
     def of_one_datum(self) -> BatchProfile:
         """The same with batches of one datum."""

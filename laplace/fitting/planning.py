@@ -1,4 +1,4 @@
-"""Bytes and seconds of a fit and a prediction before they are run: cheaper choices, refusal of what is too large."""
+"""Bytes of a fit and a prediction before they are run: cheaper choices, refusal of what is too large."""
 
 from __future__ import annotations
 
@@ -29,45 +29,38 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated memory and time of one structure for one choice of weights.
+    """Estimated memory of one structure for one choice of weights.
 
     Attributes:
         weights: `"all"`, `"last_layer"` or `"subnetwork"`.
         structure: Name of the structure.
         peak_bytes: Peak memory of the fit, on top of what is allocated before it.
         kept_bytes: Memory of the fitted curvature.
-        seconds: Time of the fit to all batches, or to one batch if their number is unknown.
         predict_bytes: Peak memory of the first prediction, on top of what is allocated after the fit.
-        predict_seconds: Time of the first prediction of one batch, including the factorisation.
     """
 
     weights: str
     structure: str
     peak_bytes: int
     kept_bytes: int
-    seconds: float
     predict_bytes: int
-    predict_seconds: float
 
     def __str__(self) -> str:
         choice = f"{self.weights} / {self.structure}"
         sizes = (in_units(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
-        peak, curvature, predict = sizes
-        times = f"{_seconds(self.seconds):>10} {predict:>12} {_seconds(self.predict_seconds):>10}"
-        return f"{choice:<26} {peak:>12} {curvature:>12} {times}"
+        return " ".join([f"{choice:<26}", *(f"{size:>13}" for size in sizes)])
 
 
 @dataclass(frozen=True)
 class FitPlan:
-    """Estimated cost of a fit, which `la.plan(loader)` returns; nothing has been fitted. `print` shows a table.
+    """Estimated memory of a fit, which `la.plan(loader)` returns; nothing has been fitted. `print` shows a table.
 
-    Memory is computed from shapes, and is right to within a factor of two above some tens of MiB. Seconds are
-    extrapolated from a few timed operations: take them as a rough guide.
+    It is computed from shapes, and is right to within a factor of two above some tens of MiB.
 
     Attributes:
         chosen: The estimate for this posterior.
         cheaper: Estimates for other choices that need less memory, in descending order.
-        n_batches: Number of batches; None if the loader has no length, and seconds are then those of one batch.
+        n_batches: Number of batches; None if the loader has no length.
     """
 
     chosen: Estimate
@@ -85,25 +78,13 @@ class FitPlan:
         return self.chosen.kept_bytes
 
     @property
-    def seconds(self) -> float:
-        """Time of the fit to all batches, or to one batch if their number is unknown."""
-        return self.chosen.seconds
-
-    @property
     def predict_bytes(self) -> int:
         """Peak memory of the first prediction, on top of what is allocated after the fit."""
         return self.chosen.predict_bytes
 
-    @property
-    def predict_seconds(self) -> float:
-        """Time of the first prediction of one batch, including the factorisation."""
-        return self.chosen.predict_seconds
-
     def __str__(self) -> str:
         what = "one batch" if self.n_batches is None else f"{self.n_batches} batches"
-        head = (
-            f"{'weights / structure':<26} {'fit: peak':>12} {'kept':>12} {'time':>10} {'predict: peak':>12} {'time':>9}"
-        )
+        head = f"{'weights / structure':<26} {'fit: peak':>13} {'kept':>13} {'predict: peak':>13}"
         lines = [f"fit to {what}, first prediction of one", head, str(self.chosen)]
         return "\n".join([*lines, *(["cheaper:"] if self.cheaper else []), *(str(other) for other in self.cheaper)])
 
@@ -121,12 +102,12 @@ def make_plan(
         n_batches: How many batches there are, or None if that is unknown.
     """
     weights, profile = _choice(problem), replace(profile, n_batches=n_batches)
-    chosen = _estimate(profile, weights, structure, structure.cost(profile, options), n_batches)
+    chosen = _estimate(profile, weights, structure, structure.cost(profile, options))
     others = [(weights, profile)]
     head = profile.head() if weights == SubsetOfWeights.ALL else None
     if head is not None:
         others.append((str(SubsetOfWeights.LAST_LAYER), head))
-    estimates = [_default(seen, name, STRUCTURES[key], n_batches) for name, seen in others for key in STRUCTURES]
+    estimates = [_default(seen, name, STRUCTURES[key]) for name, seen in others for key in STRUCTURES]
     cheaper = [estimate for estimate in estimates if estimate is not None and estimate.peak_bytes < chosen.peak_bytes]
     return FitPlan(chosen, tuple(sorted(cheaper, key=lambda estimate: -estimate.peak_bytes)), n_batches)
 
@@ -138,7 +119,7 @@ def _choice(problem: Problem) -> str:
     return str(SubsetOfWeights.ALL if whole else SubsetOfWeights.SUBNETWORK)
 
 
-def _default(profile: BatchProfile, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
+def _default(profile: BatchProfile, weights: str, structure: type[Curvature]) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem, cannot say, or is refused."""
     if structure.needs_columns and not profile.n_columns:
         return None
@@ -152,20 +133,16 @@ def _default(profile: BatchProfile, weights: str, structure: type[Curvature], n_
         return None
     if profile.refused and not (profile.is_head or cost.vectors):  # products with vectors take no columns
         return None
-    return _estimate(profile, weights, structure, cost, n_batches)
+    return _estimate(profile, weights, structure, cost)
 
 
-def _estimate(
-    profile: BatchProfile, weights: str, structure: type[Curvature], cost: Cost, n_batches: int | None
-) -> Estimate:
+def _estimate(profile: BatchProfile, weights: str, structure: type[Curvature], cost: Cost) -> Estimate:
     return Estimate(
         weights=weights,
         structure=structure.name,
         peak_bytes=cost.fit_bytes(profile),
         kept_bytes=cost.fitted,
-        seconds=(n_batches or 1) * cost.fit_seconds(profile) + cost.between / profile.rate,
         predict_bytes=cost.predict_bytes(profile),
-        predict_seconds=cost.predict_seconds(profile),
     )
 
 
@@ -192,10 +169,6 @@ def length(loader: Iterable[Any]) -> int | None:
     """
     batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
     return known_length(loader)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 600 else f"{value / 3600:.3g} h"
 
 
 @dataclass(frozen=True)

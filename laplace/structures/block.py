@@ -23,7 +23,7 @@ from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Decompositions, Recent, SignedOptions, nonnegative
 from laplace.structures.base import Curvature
-from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
+from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.kron import KronPrecision, spectral_scan
 from laplace.structures.separation import Separation, first
 from laplace.structures.spectra import BlockSpectrum, Spectra, dense_spectrum
@@ -137,8 +137,6 @@ class BlockCurvature(AdditiveCurvature):
             posterior=(2 * DOUBLE + profile.itemsize) * squares + 4 * DOUBLE * largest**2,
             projecting=3 * profile.piece_bytes([largest], profile.n_outputs),
             vectors=0 if profile.n_columns else profile.n_params,
-            work=sum(each.work for each in sums),
-            solve=sum(EIGH * size**3 for size in sizes),
         )
 
     def __add__(self, other: Curvature) -> BlockCurvature:

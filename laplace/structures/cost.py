@@ -1,4 +1,4 @@
-"""Cost of a structure: bytes and multiplications, from what one batch showed."""
+"""Cost of a structure in bytes, from what one batch showed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOUBLE = 8
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and multiplications of one structure on one kind of batch.
+    """Bytes of one structure on one kind of batch.
 
     Attributes:
         fitted: Bytes of the fitted curvature.
@@ -26,10 +26,6 @@ class Cost:
         posterior: Bytes that the first prediction makes and keeps, or passes through.
         projecting: Bytes of what a prediction multiplies out or rotates, and drops.
         vectors: With how many vectors the curvature is multiplied; 0 for sums of outer products.
-        n_passes: How often the data are read.
-        work: Multiplications per batch besides those of the passes through the network.
-        between: Multiplications of factorisations between two passes.
-        solve: Multiplications of the factorisations that the first prediction needs.
         assumed: Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it.
     """
 
@@ -40,10 +36,6 @@ class Cost:
     posterior: int = 0
     projecting: int = 0
     vectors: int = 0
-    n_passes: int = 1
-    work: float = 0.0
-    between: float = 0.0
-    solve: float = 0.0
     assumed: bool = False
 
     def fit_bytes(self, profile: BatchProfile) -> int:
@@ -55,32 +47,20 @@ class Cost:
         """Peak of the first prediction of a batch above what was held after the fit."""
         return max(self.posterior + profile.jacobian_bytes + self.projecting, profile.proving_bytes)
 
-    def fit_seconds(self, profile: BatchProfile) -> float:
-        """One batch, in all passes."""
-        passes = profile.product_seconds(self.vectors) if self.vectors else profile.reading_seconds
-        return self.n_passes * (passes + self.work / profile.rate)
-
-    def predict_seconds(self, profile: BatchProfile) -> float:
-        """The first prediction of a batch, with the factorisation."""
-        passes = profile.forward + (0.0 if profile.is_head else profile.n_outputs * profile.backward)
-        return passes + (self.work + self.solve) / profile.rate
-
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """Bytes and multiplications of a sum of outer products of some tensors, `[E, p, p]`.
+    """Bytes of a sum of outer products of some tensors, `[E, p, p]`.
 
     Attributes:
         running: Bytes of the sum while batches are read.
         completing: Bytes of the sum and the matrices that are made of it.
         pieces: Bytes of what is multiplied out and dropped.
-        work: Multiplications per batch.
     """
 
     running: int
     completing: int
     pieces: int
-    work: float
 
     @classmethod
     def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
@@ -90,14 +70,13 @@ class MatrixCost:
         pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms)
         if pairs is None:
             pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
-            work = 0.5 * wide * profile.n_data * max(1, profile.n_columns) * size**2
-            return cls(matrix, matrix, pieces, work)
-        rows, times = profile.n_data, wide * -(-profile.n_columns // profile.at_once)
+            return cls(matrix, matrix, pieces)
+        rows = profile.n_data
         if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
-            rows, times = rows * max(shape.positions for shape in shapes), 1
+            rows *= max(shape.positions for shape in shapes)
         running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
         pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
-        return cls(running, running + matrix + strips, pieces, float(rows * times * pairs.n_numbers))
+        return cls(running, running + matrix + strips, pieces)
 
 
 @dataclass(frozen=True)
@@ -129,11 +108,6 @@ class Side:
         """Entries of the eigenbases as they are computed with."""
         return self.rank * (self.width + self.rank) if self.is_thin else self.squares
 
-    @property
-    def solve(self) -> float:
-        """Multiplications of the eigendecompositions."""
-        return EIGH * self.groups * self.width * self.rank**2
-
 
 @dataclass(frozen=True)
 class Sides:
@@ -143,38 +117,32 @@ class Sides:
         outputs: Every output side and dense block.
         inputs: Every input side.
         vectors: Numbers of diagonals and counts.
-        rows: Multiplications of their sums over a batch.
     """
 
     outputs: tuple[Side, ...]
     inputs: tuple[Side, ...]
     vectors: int
-    rows: float
 
     @classmethod
     def of(cls, profile: BatchProfile) -> Sides:
         """Those of a profile; a small tensor without factors has a dense block, a large one a diagonal."""
         outputs: list[Side] = []
         inputs: list[Side] = []
-        vectors, rows = 0, 0.0
+        vectors = 0
         for layer in profile.layout.layers:
             for position, tensor in enumerate(profile.tensors[i] for i in layer):
                 if not tensor.factored:
                     dense = tensor.size <= DENSE_BLOCK_LIMIT
                     outputs += [Side(1, tensor.size, tensor.size)] if dense else []
                     vectors += 0 if dense else tensor.size
-                    rows += profile.n_data * profile.n_columns * tensor.size * (tensor.size if dense else 1)
                     continue
                 if not (tensor.is_bias and position):  # which shares the output side of its weight
                     outputs.append(_output_side(profile, tensor))
-                    columns = 1 if tensor.is_head else profile.n_columns
-                    rows += profile.n_data * tensor.positions * columns * tensor.output_side
                 if tensor.indexed:
                     vectors += tensor.n_inputs
                 elif not tensor.is_bias:
                     inputs.append(_side(profile, tensor.groups, tensor.n_inputs, tensor.positions))
-                    rows += profile.n_data * tensor.positions * tensor.input_side
-        return cls(tuple(outputs), tuple(inputs), vectors, rows)
+        return cls(tuple(outputs), tuple(inputs), vectors)
 
     @property
     def _every(self) -> tuple[Side, ...]:
@@ -212,11 +180,6 @@ class Sides:
         )
         return n_terms * outputs + inputs
 
-    @property
-    def solve(self) -> float:
-        """Multiplications of all eigendecompositions."""
-        return sum(side.solve for side in self._every)
-
 
 def _output_side(profile: BatchProfile, tensor: TensorShape) -> Side:
     """An output side: that of a head is a sum of output Hessians, and terms that are kept apart are matrices."""
@@ -227,18 +190,6 @@ def _output_side(profile: BatchProfile, tensor: TensorShape) -> Side:
 
 def _side(profile: BatchProfile, groups: int, width: int, rows: int) -> Side:
     return Side(groups, width, profile.rank(rows, width) if groups == 1 else width)
-
-
-EIGH = 12.0
-"""Multiplications of an eigendecomposition of n × n over n³, at the speed of a matrix product in float32."""
-
-
-def squares_of_sums(profile: BatchProfile) -> float:
-    """Multiplications of the squared Jacobian of every tensor: pieces where positions share it, else two factors."""
-    rest = [t for t in profile.tensors if not t.is_head]
-    per_column = sum(t.size * (1 + t.positions if t.positions > 1 else 1) for t in rest)
-    head = sum(t.size for t in profile.tensors if t.is_head)
-    return float(profile.n_data * (max(1, profile.n_columns) * per_column + head))
 
 
 def widest_gradient(profile: BatchProfile) -> int:

@@ -23,7 +23,7 @@ from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import SignedOptions, nonnegative, require_positive
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import TensorByHand
-from laplace.structures.cost import Cost, squares_of_sums
+from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation, first
@@ -177,7 +177,6 @@ class DiagCurvature(AdditiveCurvature):
             pieces=2 * profile.piece_bytes(profile.shared_sizes),
             posterior=4 * numbers,
             projecting=2 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),
-            work=squares_of_sums(profile),
         )
 
     def __add__(self, other: Curvature) -> DiagCurvature:

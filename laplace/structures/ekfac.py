@@ -157,10 +157,6 @@ class EkfacCurvature(Curvature):
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
             posterior=kron.posterior + (DOUBLE + profile.itemsize) * unfolded,
             projecting=kron.projecting,
-            n_passes=2,
-            work=0.5 * (kron.work + diag.work) + float(profile.n_data * max(1, profile.n_columns) * sides.columns(1)),
-            between=sides.solve,
-            solve=0.0,
         )
 
     def __add__(self, other: Curvature) -> EkfacCurvature:

@@ -138,8 +138,6 @@ class FullCurvature(AdditiveCurvature):
             posterior=(5 * DOUBLE + profile.itemsize) * square,
             projecting=(1 + 2 * DOUBLE // profile.itemsize) * piece,  # J, in float64, and J L
             vectors=profile.n_params if products else 0,
-            work=sums.work,
-            solve=4.0 * profile.n_params**3,
         )
 
     def __add__(self, other: Curvature) -> FullCurvature:

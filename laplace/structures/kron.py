@@ -539,8 +539,6 @@ class KronCurvature(AdditiveCurvature):
             + (DOUBLE + 3 * profile.itemsize) * profile.n_params,
             projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs)
             + 2 * profile.n_outputs * (profile.n_outputs * profile.itemsize if profile.is_head else gradients),
-            work=sides.rows,
-            solve=sides.solve,
         )
 
     def __add__(self, other: Curvature) -> KronCurvature:

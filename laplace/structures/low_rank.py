@@ -473,10 +473,6 @@ class LowRankCurvature(Curvature):
             posterior=fitted + 4 * row,
             projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),
             vectors=width * profile.n_terms,
-            n_passes=options.power_iterations + 2 if width < profile.n_params else 1,
-            between=2.0 * (options.power_iterations + 2) * width**2 * profile.n_params,
-            work=0.0,
-            solve=float(rank * profile.n_params * profile.n_data),
         )
 
     @classmethod

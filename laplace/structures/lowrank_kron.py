@@ -515,16 +515,13 @@ class LowRankKronOptions:
 
 
 def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
-    """Memory and work of a fit and of predictions."""
+    """Memory of a fit and of predictions."""
     diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
-    columns = 1 if profile.is_head else max(1, profile.n_columns)  # a head is summed without a root of Λ
     sketch = sides.columns(options.width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
     gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
     candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
     numbers = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
     fitted = diag.fitted + numbers * profile.itemsize
-    n_passes = 3 if options.corrected else 2
-    projection = float(profile.n_data * columns * sides.columns(options.width))  # of factors, in every reading
     return Cost(
         fitted=fitted,
         running=max(diag.running + 2 * sketch, fitted + candidates * profile.itemsize),
@@ -535,9 +532,6 @@ def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
         + 3 * candidates * DOUBLE  # as they are ordered
         + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
         projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
-        n_passes=n_passes,
-        work=diag.work / n_passes + projection + (_summing(profile, options) / n_passes if options.corrected else 0.0),
-        between=float(options.width**2 * sides.columns(1)),
     )
 
 
@@ -548,16 +542,6 @@ def _candidates(profile: BatchProfile, options: LowRankKronOptions) -> int:
         for shape in profile.tensors
         if shape.factored
     )
-
-
-def _summing(profile: BatchProfile, options: LowRankKronOptions) -> float:
-    """Multiplications per batch of squares of the Jacobian in the candidates."""
-    per_column = sum(
-        shape.positions * _vectors(shape, options) * (1 if shape.indexed else min(shape.n_inputs, options.width))
-        for shape in profile.tensors
-        if shape.factored
-    )
-    return float(profile.n_data * max(1, profile.n_columns) * per_column)
 
 
 def _vectors(shape: TensorShape, options: LowRankKronOptions) -> int:

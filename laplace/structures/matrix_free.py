@@ -689,7 +689,6 @@ class MatrixFreeCurvature(Curvature):
         data = (profile.n_batches or 1) * (profile.inputs + outputs * profile.itemsize)
         maps = min(options.kept_bytes, (profile.n_batches or 1) * outputs * row)
         solving = min(MEMORY_BUDGET, 8 * outputs * row) + 3 * min(options.rank + 10, profile.n_params) * row
-        products = 4.0 * _ITERATIONS * outputs * profile.n_params
         kron = Cost(fitted=0, running=0, adding=0)
         if options.preconditioner == "kron":
             kron = KronCurvature.cost(profile, None)
@@ -700,7 +699,6 @@ class MatrixFreeCurvature(Curvature):
             adding=kron.adding + data + row,
             posterior=kron.posterior + maps + solving,
             projecting=kron.projecting + 3 * profile.piece_bytes([profile.n_params], profile.n_outputs),
-            solve=kron.solve + products,
         )
 
     def __add__(self, other: Curvature) -> MatrixFreeCurvature:
@@ -796,10 +794,6 @@ class MatrixFreeCurvature(Curvature):
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled: no network, and nothing that can be asked of it again."""
         return entries(self)
-
-
-_ITERATIONS = 50
-"""Iterations of conjugate gradients that a plan expects."""
 
 
 class _Holding(DataPass):

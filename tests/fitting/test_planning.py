@@ -65,7 +65,7 @@ def test_every_problem_can_be_planned(case: Case) -> None:
     la = case.build()
     plan = la.plan(case.problem.batches(None))
     la.fit(case.problem.batches(None))
-    assert plan.peak_bytes > 0 and plan.seconds > 0
+    assert plan.peak_bytes > 0
     if case.structure == "diag":
         assert plan.kept_bytes == held(la.fitted().curvature.state())
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
@@ -19,7 +22,6 @@ from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, require_whole_of
 from laplace.engines.native.graph import Explained
 from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
-from laplace.engines.native.profiling import timed_profile
 from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
 from laplace.engines.native.proof_cache import proven_plan
 from laplace.engines.profile import BatchProfile
@@ -169,7 +171,13 @@ class NativeEngine(CurvatureEngine):
 
     def profile(self, x: Inputs, y: Tensor) -> BatchProfile:
         batch, _ = self.observe(x, y)
-        return timed_profile(batch, self._profile(batch))
+        kept: dict[int, int] = {}
+        widths: list[int] = []
+        module = self.problem.module
+        with torch.inference_mode(False), preserve_model(module), _noting(module, kept, widths):
+            again = record(batch.problem, batch.x, loop=batch.capture.loop, observed=batch.capture.watched)
+        del again
+        return replace(self._profile(batch), graph=sum(kept.values()), widest=max(widths, default=0))
 
     def profile_by_shapes(self, x: Inputs | None = None) -> BatchProfile:
         if x is not None:
@@ -400,3 +408,27 @@ class NativeEngine(CurvatureEngine):
     def summary(self, f: Tensor, targets: Observed) -> BatchSummary:
         """Loss and number of data of a batch with outputs f `[B, C]`."""
         return BatchSummary(targets.loss_terms(f.to(self.dtype)), targets.count(f), f.shape[1])
+
+
+@contextmanager
+def _noting(module: nn.Module, kept: dict[int, int], widths: list[int]) -> Iterator[None]:
+    """Notes storages that autograd keeps, but for parameters and buffers, and what every module reads and writes."""
+    parameters = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not any(True for _ in module.children()):
+            tensors = [t for t in (*args, output) if isinstance(t, Tensor)]
+            widths.append(sum(t.numel() * t.element_size() for t in tensors))
+
+    handle = register_module_forward_hook(note)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        handle.remove()

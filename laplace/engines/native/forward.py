@@ -705,7 +705,7 @@ class ForwardPass:
         return block if rows is None else rows
 
     def profile(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
-        """Profile of the batch by its shapes: without its graph, which is held by now, and without seconds.
+        """Profile of the batch by its shapes, without its graph, which is held by now.
 
         Args:
             n_columns: K.
