@@ -2,7 +2,7 @@
 
 A cell has a class that is made of its parts when it is first asked for, by a row of the table `ROWS` where it has one;
 or else a user's own with a `_key`. What type checkers and editors see is `grid.pyi`, which is generated from all this:
-`python -m tests.house.grid_stub`.
+`python -m tests.house.stubs`.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.engines.native.layers": {},
     "laplace.engines.native.layers.base": at("laplace.curvature.rules", "evenly"),
     "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
+    "laplace.factory": at("laplace.grid", "Laplace from_names"),
     "laplace.posterior.base": at("laplace.grid", "BaseLaplace"),
     "laplace.posterior.parametric": at("laplace.grid", "ParametricLaplace"),
     "laplace.predictive.links": at("laplace.likelihoods.links", "LINKS"),

@@ -31,16 +31,23 @@ def imported(target: str) -> Any:
         raise ImportError(f"{target} cannot be imported: {error}", name=where) from error
 
 
-def attach(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names and submodules are imported when they are first read.
+Hooks = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
+
+
+def attach(package: str, names: Mapping[str, str] | None = None, own: str = "") -> Hooks:
+    """`__getattr__`, `__dir__` and `__all__` of a package whose names and submodules are imported when first read.
+
+    Type checkers read its stub, `__init__.pyi`, which `python -m tests.house.stubs` makes of the same table.
 
     Args:
         package: Name of the package, `__name__`.
-        names: Module → its names of the package, separated by spaces. They are those of its `__all__` that it does not
-            define itself, and imports under `TYPE_CHECKING`.
+        names: Module → its names of the package, separated by spaces.
+        own: Names that the package itself defines.
     """
-    targets = {name: target for module, listed in names.items() for name, target in at(module, listed).items()}
-    return attached(package, targets, lambda name: _is_module(f"{package}.{name}"))
+    table = names or {}
+    targets = {name: target for module, listed in table.items() for name, target in at(module, listed).items()}
+    read, listing = attached(package, targets, lambda name: _is_module(f"{package}.{name}"))
+    return read, listing, sorted([*targets, *own.split()])
 
 
 def _is_module(name: str) -> bool:

@@ -1,12 +1,5 @@
 """Predictions as plain modules of PyTorch, for programs that have no Laplace approximation."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from laplace.core.lazy import attach
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = attach(__name__, {})
-
-__all__: list[str] = []
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -12,28 +12,22 @@ from laplace.core.registry import Registry
 from laplace.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from laplace.likelihoods.autodiff import LikelihoodFromLoss
-    from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
-    from laplace.likelihoods.bernoulli import Bernoulli
-    from laplace.likelihoods.categorical import Categorical
-    from laplace.likelihoods.gaussian import Gaussian
-    from laplace.likelihoods.heteroscedastic import Heteroscedastic
-    from laplace.likelihoods.poisson import Poisson
-    from laplace.likelihoods.preference import Preference
-else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        {
-            "laplace.likelihoods.autodiff": "LikelihoodFromLoss",
-            "laplace.likelihoods.base": "Likelihood NoiseFreeLikelihood OutputHessian",
-            "laplace.likelihoods.bernoulli": "Bernoulli",
-            "laplace.likelihoods.categorical": "Categorical",
-            "laplace.likelihoods.gaussian": "Gaussian",
-            "laplace.likelihoods.heteroscedastic": "Heteroscedastic",
-            "laplace.likelihoods.poisson": "Poisson",
-            "laplace.likelihoods.preference": "Preference",
-        },
-    )
+    from laplace.likelihoods.base import Likelihood
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "laplace.likelihoods.autodiff": "LikelihoodFromLoss",
+        "laplace.likelihoods.base": "Likelihood NoiseFreeLikelihood OutputHessian",
+        "laplace.likelihoods.bernoulli": "Bernoulli",
+        "laplace.likelihoods.categorical": "Categorical",
+        "laplace.likelihoods.gaussian": "Gaussian",
+        "laplace.likelihoods.heteroscedastic": "Heteroscedastic",
+        "laplace.likelihoods.poisson": "Poisson",
+        "laplace.likelihoods.preference": "Preference",
+    },
+    own="LIKELIHOODS get_likelihood",
+)
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
 LIKELIHOODS.refer("regression", "laplace.likelihoods.gaussian:Gaussian")
@@ -66,19 +60,3 @@ def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
         f"likelihood={reprlib.repr(spec):.60} of type {type(spec).__name__} is not accepted; give one of {known} or a "
         f"laplace.likelihoods.Likelihood object{hint}."
     )
-
-
-__all__ = [
-    "LIKELIHOODS",
-    "Bernoulli",
-    "Categorical",
-    "Gaussian",
-    "Heteroscedastic",
-    "Likelihood",
-    "LikelihoodFromLoss",
-    "NoiseFreeLikelihood",
-    "OutputHessian",
-    "Poisson",
-    "Preference",
-    "get_likelihood",
-]

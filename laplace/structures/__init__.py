@@ -8,36 +8,26 @@ from laplace.core.lazy import attach
 from laplace.core.registry import Registry
 
 if TYPE_CHECKING:
-    from laplace.structures.additive import AdditiveCurvature
     from laplace.structures.base import Curvature
-    from laplace.structures.block import BlockCurvature
-    from laplace.structures.dense_defaults import CurvatureFromDense, DenseDefaults, PrecisionFromDense
-    from laplace.structures.diag import DiagCurvature
-    from laplace.structures.ekfac import EkfacCurvature
-    from laplace.structures.full import FullCurvature
-    from laplace.structures.kron import KronCurvature
-    from laplace.structures.low_rank import LowRankCurvature
-    from laplace.structures.lowrank_kron import LowRankKronCurvature
-    from laplace.structures.matrix_free import MatrixFreeCurvature
-    from laplace.structures.precision import Precision
-else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        {
-            "laplace.structures.additive": "AdditiveCurvature",
-            "laplace.structures.base": "Curvature",
-            "laplace.structures.block": "BlockCurvature",
-            "laplace.structures.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
-            "laplace.structures.diag": "DiagCurvature",
-            "laplace.structures.ekfac": "EkfacCurvature",
-            "laplace.structures.full": "FullCurvature",
-            "laplace.structures.kron": "KronCurvature",
-            "laplace.structures.low_rank": "LowRankCurvature",
-            "laplace.structures.lowrank_kron": "LowRankKronCurvature",
-            "laplace.structures.matrix_free": "MatrixFreeCurvature",
-            "laplace.structures.precision": "Precision",
-        },
-    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "laplace.structures.additive": "AdditiveCurvature",
+        "laplace.structures.base": "Curvature",
+        "laplace.structures.block": "BlockCurvature",
+        "laplace.structures.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
+        "laplace.structures.diag": "DiagCurvature",
+        "laplace.structures.ekfac": "EkfacCurvature",
+        "laplace.structures.full": "FullCurvature",
+        "laplace.structures.kron": "KronCurvature",
+        "laplace.structures.low_rank": "LowRankCurvature",
+        "laplace.structures.lowrank_kron": "LowRankKronCurvature",
+        "laplace.structures.matrix_free": "MatrixFreeCurvature",
+        "laplace.structures.precision": "Precision",
+    },
+    own="STRUCTURES",
+)
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
 STRUCTURES.refer("full", "laplace.structures.full:FullCurvature")
@@ -48,21 +38,3 @@ STRUCTURES.refer("lowrank", "laplace.structures.low_rank:LowRankCurvature")
 STRUCTURES.refer("ekfac", "laplace.structures.ekfac:EkfacCurvature")
 STRUCTURES.refer("lowrank_kron", "laplace.structures.lowrank_kron:LowRankKronCurvature")
 STRUCTURES.refer("matrix_free", "laplace.structures.matrix_free:MatrixFreeCurvature")
-
-__all__ = [
-    "STRUCTURES",
-    "AdditiveCurvature",
-    "BlockCurvature",
-    "Curvature",
-    "CurvatureFromDense",
-    "DenseDefaults",
-    "DiagCurvature",
-    "EkfacCurvature",
-    "FullCurvature",
-    "KronCurvature",
-    "LowRankCurvature",
-    "LowRankKronCurvature",
-    "MatrixFreeCurvature",
-    "Precision",
-    "PrecisionFromDense",
-]

@@ -8,24 +8,20 @@ from laplace.core.lazy import attach
 from laplace.core.registry import Registry
 
 if TYPE_CHECKING:
-    from laplace.weights.all_weights import AllWeights
     from laplace.weights.base import Weights
-    from laplace.weights.last_layer import LastLayer
-    from laplace.weights.subnetwork import Subnetwork
-else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        {
-            "laplace.weights.all_weights": "AllWeights",
-            "laplace.weights.base": "Weights",
-            "laplace.weights.last_layer": "LastLayer",
-            "laplace.weights.subnetwork": "Subnetwork",
-        },
-    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "laplace.weights.all_weights": "AllWeights",
+        "laplace.weights.base": "Weights",
+        "laplace.weights.last_layer": "LastLayer",
+        "laplace.weights.subnetwork": "Subnetwork",
+    },
+    own="WEIGHTS",
+)
 
 WEIGHTS: Registry[type[Weights]] = Registry("subset_of_weights")
 WEIGHTS.refer("all", "laplace.weights.all_weights:AllWeights")
 WEIGHTS.refer("last_layer", "laplace.weights.last_layer:LastLayer")
 WEIGHTS.refer("subnetwork", "laplace.weights.subnetwork:Subnetwork")
-
-__all__ = ["WEIGHTS", "AllWeights", "LastLayer", "Subnetwork", "Weights"]

@@ -16,7 +16,8 @@ import pytest
 
 import laplace
 from laplace.core import lazy
-from tests.source import PACKAGE, ROOT, for_type_checkers, module_of, name_of, nodes, tree
+from tests.house.stubs import table_of
+from tests.source import PACKAGE, ROOT, name_of, nodes
 from tests.versions import newer_torch
 
 LAZY = sorted({path for path, node in nodes(ast.Call) if ast.unparse(node.func).split(".")[-1] == "attach"})
@@ -169,25 +170,7 @@ for name, use in {uses!r}.items():
 
 def targets_of(path: Path) -> dict[str, str]:
     """Names of a package with their modules, as its table says."""
-    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
-    (table,) = [node.args[1] for node in calls if ast.unparse(node.func).split(".")[-1] == "attach"]
-    return {name: module for module, names in ast.literal_eval(table).items() for name in names.split()}
-
-
-@pytest.mark.parametrize("path", LAZY, ids=dotted)
-def test_the_table_of_a_package_is_what_type_checkers_see(path: Path) -> None:
-    """One list of names: the table, the imports under `TYPE_CHECKING`, and `__all__` with what is defined there."""
-    imported = {
-        alias.name: module_of(path, node)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ImportFrom) and for_type_checkers(node)
-        for alias in node.names
-    }
-    package = importlib.import_module(dotted(path))
-    defined = {name for name in vars(package) if name not in imported}
-    assert targets_of(path).items() <= imported.items()
-    assert imported.keys() - targets_of(path).keys() <= {"Curvature"}  # of an annotation
-    assert targets_of(path).keys() <= set(package.__all__) <= targets_of(path).keys() | defined
+    return {name: module for module, names in table_of(path).items() for name in names.split()}
 
 
 @pytest.mark.parametrize("path", LAZY, ids=dotted)
@@ -272,7 +255,7 @@ def test_an_error_within_a_module_is_not_a_missing_name(monkeypatch: pytest.Monk
     """An `AttributeError` would make `hasattr` false, and `from … import` speak of a name that is not there."""
     broken = types.ModuleType("laplace.broken")
     monkeypatch.setitem(sys.modules, "laplace.broken", broken)
-    read, _ = lazy.attach("laplace", {"laplace.broken": "Thing"})
+    read, _, _ = lazy.attach("laplace", {"laplace.broken": "Thing"})
     with pytest.raises(ImportError, match=r"laplace.broken:Thing cannot be imported: .*'Thing'"):
         read("Thing")
 

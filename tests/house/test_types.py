@@ -26,9 +26,9 @@ from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES, DiagCurvature, KronCurvature
 from laplace.weights import WEIGHTS, AllWeights, LastLayer
 from tests import grid
-from tests.house import grid_stub
+from tests.house import stubs
 from tests.house.test_readme import blocks
-from tests.source import ROOT
+from tests.source import PACKAGE, ROOT
 
 SCRIPTS = Path(__file__).parent / "typed"
 NAMED = [laplace.BaseLaplace, ParametricLaplace, laplace.BaseFunctionalLaplace, *classes()]
@@ -91,8 +91,11 @@ def test_strings_that_are_accepted_are_those_of_the_enum_and_the_registry(accept
     assert set(get_args(strings)) == set(map(str, names))
 
 
-def test_the_stub_of_the_grid_is_up_to_date() -> None:
-    assert grid_stub.PATH.read_text("utf-8") == grid_stub.stub(), "run python -m tests.house.grid_stub"
+def test_stubs_are_up_to_date() -> None:
+    texts = stubs.stubs()
+    assert set(texts) == set(PACKAGE.rglob("*.pyi"))
+    stale = [path.relative_to(ROOT) for path, text in texts.items() if path.read_text("utf-8") != text]
+    assert not stale, "run python -m tests.house.stubs"
 
 
 def test_every_cell_has_a_class_that_is_public() -> None:
