@@ -11,7 +11,7 @@ from laplace.fitting.checks import (
     warn_of_shards,
 )
 from laplace.fitting.fit import NO_DATA, Fit, accumulate
-from laplace.fitting.padding import without_padding
+from laplace.fitting.processes import without_padding
 from laplace.fitting.reading import FirstPass, ReadOptions, begin_reading
 from laplace.fitting.resuming import Resumable
 

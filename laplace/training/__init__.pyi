@@ -3,8 +3,7 @@
 from laplace.training.continual import TaskFit, TaskResult, continual_training, train_task
 from laplace.training.marglik import marglik_training
 from laplace.training.online import Checkpoint, OnlineLaplace
-from laplace.training.penalty import quadratic_penalty
-from laplace.training.task_memory import TaskMemory
+from laplace.training.task_memory import TaskMemory, quadratic_penalty
 
 __all__ = [
     "Checkpoint",
