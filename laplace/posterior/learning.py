@@ -41,7 +41,6 @@ from laplace.posterior.manual_fit import with_backend_loss
 from laplace.posterior.posterior import Posterior, match_lengths
 from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures import fields
-from laplace.structures.algebra import bars
 from laplace.weights.problem import Problem
 
 
@@ -294,7 +293,7 @@ def measured(
     hooked = posterior.overrides(*FITTING)
     if processes is None:
         fitting.warn_of_shards()
-    with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
+    with autograd_mode(), torch.no_grad(), same_random_state(model):
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
@@ -490,14 +489,12 @@ def fitted_to(
     former_data = None if override or posterior.data is None else posterior.data.content
     if former_data is not None and decay == 1:  # of which faded data are an average over time
         fitting.warn_of_repeated(former_data, new.content)
-    with kept_for_later(), torch.no_grad(), bars(progress_bar):
+    with kept_for_later(), torch.no_grad():
         fit = new.fit
         if not override and posterior.data is not None:
             fit = sharding.total(posterior.map_fit.scaled(decay), fit)
         if sharded and processes is not None:
             fit = sharding.spread(fit, processes, new.posterior.problem.layout)
-        if progress_bar:
-            fit.curvature.decompose(**posterior.choices.precision_options)
         after = new.after(fit, former_data)
     fitting.warn_of_diagonals(new.fit, after.problem)
     look_for_sigmoid(after, new.witness)

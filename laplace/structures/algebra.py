@@ -7,9 +7,7 @@ assumed speed, never by a clock: whether there is a warning is the same on every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -103,12 +101,6 @@ RATE = 5e9
 LONG = 10.0
 """Seconds above which work is announced."""
 
-Size = tuple[int, int]
-"""Number of matrices and their width."""
-
-_bars: ContextVar[bool] = ContextVar("bars", default=False)
-_announcing: ContextVar[bool] = ContextVar("announcing", default=False)
-
 
 def mean_weight(weights: Tensor) -> Tensor:
     """Mean of the weights of all terms `[E]`, 0-dim; of one term its own."""
@@ -127,15 +119,20 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
 
     Raises:
         CurvatureError: The matrix is indefinite beyond rounding and not `signed`, or not finite.
+
+    Warns:
+        SlowWarning: It will take long.
     """
-    with kept_for_later(), _announced(matrix):
+    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
+    with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values), vectors
 
 
 def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
-    with kept_for_later(), _announced(matrix):
+    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
+    with kept_for_later():
         values = torch.linalg.eigvalsh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values)
 
@@ -150,20 +147,22 @@ def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
         CurvatureError: The rows are not finite.
     """
     require(all_finite([rows.detach()]), _not_finite)
-    with kept_for_later(), Decompositions([[(rows[..., 0, 0].numel(), rows.shape[-2])]]).announced() as done:
+    _warn_if_long(rows[..., 0, 0].numel(), rows.shape[-2])
+    with kept_for_later():
         basis, triangle = torch.linalg.qr(widened(rows.detach()).mT)
         left, roots, _ = torch.linalg.svd(triangle)
-        done(0)
         return roots.square().flip(-1), basis @ left.flip(-1)
 
 
-@contextmanager
-def _announced(matrix: Tensor) -> Iterator[None]:
-    """Announces the decomposition of `[..., n, n]` where it is long, and not part of others that are announced."""
-    width = matrix.shape[-1]
-    with Decompositions([[(matrix.numel() // max(1, width**2), width)]]).announced() as done:
-        yield
-        done(0)
+def _warn_if_long(n_matrices: int, width: int) -> None:
+    seconds = n_matrices * float(width) ** 3 / RATE
+    if seconds > LONG:
+        told = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        warn(
+            f"the eigendecomposition of {n_matrices} matrices {width:,} × {width:,} will take about {told}. It is done "
+            "once per fit; hessian_structure='lowrank_kron' needs none of this size.",
+            SlowWarning,
+        )
 
 
 def _checked(matrix: Tensor) -> Tensor:
@@ -321,91 +320,6 @@ def _write_inverse(lower: Tensor, inverse: Tensor) -> None:
     inverse[n // 2 :, : n // 2] = -corner
     _write_inverse(a, inverse[: n // 2, : n // 2])
     _write_inverse(c, inverse[n // 2 :, n // 2 :])
-
-
-@contextmanager
-def bars(shown: bool) -> Iterator[None]:
-    """Shows progress bars for long work inside of this block, or warnings in their place."""
-    token = _bars.set(shown)
-    try:
-        yield
-    finally:
-        _bars.reset(token)
-
-
-@dataclass
-class Decompositions:
-    """Eigendecompositions that are done one after the other.
-
-    Attributes:
-        sizes: Of every step, the matrices that it factorises.
-        warned: Whether a warning told of them already.
-    """
-
-    sizes: Sequence[Sequence[Size]]
-    warned: bool = False
-
-    @property
-    def is_long(self) -> bool:
-        """True if they are announced."""
-        return sum(map(_seconds, self.sizes)) > LONG
-
-    def announced(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Gives what is called after every step, with its number.
-
-        Warns:
-            SlowWarning: They are long, and nothing shows their progress; once.
-        """
-        return self._announced() if self.is_long and not _announcing.get() else nullcontext(_nothing)
-
-    @contextmanager
-    def _announced(self) -> Iterator[Callable[[int], None]]:
-        token = _announcing.set(True)
-        try:
-            if _bars.get():
-                with _bar([_seconds(step) for step in self.sizes]) as tick:
-                    yield tick
-            else:
-                if not self.warned:
-                    self.warned = True
-                    warn(self._message(), SlowWarning)
-                yield _nothing
-        finally:
-            _announcing.reset(token)
-
-    def _message(self) -> str:
-        every = [size for step in self.sizes for size in step]
-        largest = max(width for _, width in every)
-        return (
-            f"the eigendecompositions of {sum(count for count, _ in every)} matrices, the largest {largest:,} × "
-            f"{largest:,}, will take about {_told(sum(map(_seconds, self.sizes)))}. They are done once per fit; "
-            "fit(..., progress_bar=True) does them at once and shows how far they are."
-        )
-
-
-def _seconds(sizes: Sequence[Size]) -> float:
-    return sum(count * float(width) ** 3 for count, width in sizes) / RATE
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-
-
-def _nothing(step: int) -> None:
-    del step
-
-
-@contextmanager
-def _bar(seconds: Sequence[float]) -> Iterator[Callable[[int], None]]:
-    from tqdm.auto import tqdm
-
-    shape = "{l_bar}{bar}| {elapsed}<{remaining}"
-    with tqdm(total=sum(seconds), desc="eigendecompositions", bar_format=shape) as bar:
-
-        def tick(step: int) -> None:
-            bar.update(seconds[step])
-
-        yield tick
 
 
 class Recent(Generic[T]):

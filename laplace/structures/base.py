@@ -316,14 +316,6 @@ class Curvature(ABC):
             **options: The structure's own (Kron: `damping`), and what is done about an `indefinite` curvature.
         """
 
-    def decompose(self, **options: Any) -> None:
-        """Factorises at once, if that is long, what precisions factorise once per fit on first use.
-
-        Args:
-            **options: As of `precision`.
-        """
-        del options  # most structures have nothing that takes minutes and is kept
-
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
         """Functional variances at many scalar priors, after one factorisation.
 

@@ -21,7 +21,7 @@ from laplace.errors import InvalidArgument
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Decompositions, Recent, SignedOptions, nonnegative
+from laplace.structures.algebra import Recent, SignedOptions, nonnegative
 from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.kron import KronPrecision, spectral_scan
@@ -195,24 +195,11 @@ class BlockCurvature(AdditiveCurvature):
     def _recent_blocks(self) -> Recent[tuple[BlockSpectrum, ...]]:
         return Recent()
 
-    @cached_property
-    def _ahead(self) -> Decompositions:
-        return Decompositions([[(1, block.size)] for block in self.sums])
-
-    def decompose(self, **options: Any) -> None:
-        if self._ahead.is_long and self.n_terms == 1:
-            self._indefinite(options.get("indefinite"))._blocks(None)
-
     def _decomposed(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
         terms = (widened(block) for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(widened(weights), t, 1) for t in terms)
         signed = self.values[0].dtype if self.signed else None
-        blocks: list[BlockSpectrum] = []
-        with self._ahead.announced() as done:
-            for i, total in enumerate(totals):
-                blocks.append(dense_spectrum(total, signed=signed))
-                done(i)
-        return tuple(blocks)
+        return tuple(dense_spectrum(total, signed=signed) for total in totals)
 
     def is_finite(self) -> Tensor:
         return torch.stack([block.is_finite() for block in self.sums]).all()

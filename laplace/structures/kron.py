@@ -8,7 +8,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra, fields
 from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Decompositions, Recent, Size, require_positive
+from laplace.structures.algebra import Recent, require_positive
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
@@ -610,53 +610,22 @@ class KronCurvature(AdditiveCurvature):
         return Recent()
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
-        blocks: list[BlockSpectrum] = []
-        with self._ahead.announced() as done:
-            sides = self._sides(weights, done)
-            for i, block in enumerate(self.parts.blocks):
-                blocks.append(self._spectrum(block, weights, sides))
-                done(len(self._together) + i)
-        return Spectra(tuple(blocks), self.parts.like.dtype, factored=True)
+        sides = self._sides(weights)
+        blocks = tuple(self._spectrum(block, weights, sides) for block in self.parts.blocks)
+        return Spectra(blocks, self.parts.like.dtype, factored=True)
 
-    @cached_property
-    def _ahead(self) -> Decompositions:
-        """The eigendecompositions of sides, as many at once as `alike` says, and then of every exact block."""
-        shapes = self._side_shapes
-        steps: list[list[Size]] = [[(shapes[key][0], shapes[key][-1]) for key in keys] for keys in self._together]
-        for block in self.parts.blocks:
-            picked = [] if block.index is None else [(1, len(block.index))]
-            steps.append([(1, block.size)] if block.kind == "dense" else picked)
-        return Decompositions(steps)
-
-    @cached_property
-    def _together(self) -> list[list[str]]:
-        """Keys of sides that are matrices, those that are decomposed by one call together."""
-        return alike(self._side_shapes)
-
-    @cached_property
-    def _side_shapes(self) -> dict[str, torch.Size]:
-        """Shapes `[G, n, n]` of sides that are matrices and are decomposed, each once."""
-        factors = self.parts.factors
+    def _sides(self, weights: Tensor | None) -> dict[str, FactorEigen]:
+        """The eigendecompositions of all sides but counts, by key; `weights` are those of the terms, None of one."""
+        factors, thin = self.parts.factors, self.parts.thin
         keys = dict.fromkeys(key for block in self.parts.blocks for key in _sides_of(block))
-        return {key: factors[key].shape[-3:] for key in keys if key in factors and factors[key].ndim >= _INPUT_DIMS}
-
-    def _sides(self, weights: Tensor | None, done: Callable[[int], None]) -> dict[str, FactorEigen]:
-        """The eigendecompositions of all sides but counts, by key.
-
-        Args:
-            weights: Of the terms; None of one.
-            done: Told of every step of those that are matrices.
-        """
-        thin = self.parts.thin
-        keys = dict.fromkeys(key for block in self.parts.blocks for key in _sides_of(block) if key in thin)
-        sides = {key: FactorEigen.of_thin(thin[key]) for key in keys}
-        for step, some in enumerate(self._together):
+        sides = {key: FactorEigen.of_thin(thin[key]) for key in keys if key in thin}
+        matrices = {key: factors[key].shape[-3:] for key in keys if key in factors and factors[key].ndim >= _INPUT_DIMS}
+        for some in alike(matrices):
             totals = [self._side(key, weights) for key in some]
             for key, total, (values, vectors) in zip(some, totals, decomposed(totals), strict=True):
                 if total.requires_grad:
                     values, vectors = values_at(total, vectors), followed(total, vectors)
                 sides[key] = FactorEigen(values, DenseBasis(vectors))
-            done(step)
         return sides
 
     def _side(self, key: str, weights: Tensor | None) -> Tensor:
@@ -665,10 +634,6 @@ class KronCurvature(AdditiveCurvature):
         if factor.ndim == _INPUT_DIMS:
             return factor if weights is None else widened(factor)
         return factor[0] if weights is None else self._total(key, weights)
-
-    def decompose(self, **options: Any) -> None:
-        if self._ahead.is_long and self.n_terms == 1:
-            self.spectra(torch.ones(1))
 
     def _spectrum(self, block: KronBlock, weights: Tensor | None, sides: Mapping[str, FactorEigen]) -> BlockSpectrum:
         if block.kind in ("diag", UNUSED):

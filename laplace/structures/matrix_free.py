@@ -769,10 +769,6 @@ class MatrixFreeCurvature(Curvature):
     def _latest(self) -> System | None:
         return self._recent.value
 
-    def decompose(self, **options: Any) -> None:
-        if self.factors is not None:
-            self.factors.decompose()
-
     # What is saved and shown.
 
     def state(self) -> dict[str, Any]:

@@ -368,10 +368,6 @@ class ShardedCurvature(Curvature):
 
         return ShardedPrecision(self.processes, share, weights, prior)
 
-    def decompose(self, **options: Any) -> None:
-        if self.own is not None:
-            self.own.decompose(**options)
-
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
         raise apart("tuning on validation data", "tune by the evidence, method='marglik' or objective='evidence'")
 
