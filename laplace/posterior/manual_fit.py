@@ -17,12 +17,7 @@ from laplace.posterior.posterior import Fitted, ManualFit, Posterior, form_of
 
 
 def without_data(posterior: Posterior) -> Posterior:
-    """The posterior of no data, around the network's present weights, to which a user adds data by hand.
-
-    Raises:
-        NotFittedError: The last layer is not known.
-        UnsupportedError: The structure has no curvature that could be assigned.
-    """
+    """The posterior of no data, around the network's present weights, to which a user adds data by hand."""
     posterior = with_backend_loss(posterior)
     structure, like = posterior.choices.structure, _like(posterior)
     source = ManualFit(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
@@ -30,12 +25,7 @@ def without_data(posterior: Posterior) -> Posterior:
 
 
 def restarted(posterior: Posterior, former: Fitted | None) -> Posterior:
-    """A posterior of no data that has loss, numbers and Kronecker factors of former data, apart from its H.
-
-    Args:
-        posterior: One of no data.
-        former: What was known before it; None before a fit, which has no factors.
-    """
+    """A posterior of no data with the loss, numbers and Kronecker factors of `former` data; None before a fit."""
     data = posterior.require_fitted()
     if former is None:
         return replace(posterior, data=replace(data, separate_factors=_by_hand(data, posterior)))
@@ -78,13 +68,7 @@ def with_backend_loss(posterior: Posterior) -> Posterior:
 
 
 def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
-    """Loss and H of one batch of N data.
-
-    Raises:
-        InvalidData: The batch cannot be used.
-        NotFittedError: The last layer is not known.
-        UnsupportedError: The structure has no curvature that could be summed by hand.
-    """
+    """Loss and H of one batch of N data."""
     form, device = form_of(posterior.choices.structure), posterior.hypers.device
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         x, y = batches.to_device(x, device), y.to(device)
@@ -96,13 +80,8 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
     """The posterior with P⁻¹ = L Lᵀ as a user gives L, until other hyper-parameters or data are given.
 
     Args:
-        posterior: Fitted.
+        posterior: Fitted, and not calibrated.
         root: L, `[P, P]`, or standard deviations `[P]`.
-
-    Raises:
-        NotFittedError: Before a fit.
-        InvalidArgument: It has another shape, or is not finite, a standard deviation is negative, or the posterior is
-            calibrated.
     """
     posterior.require_fitted()
     posterior.refuse_calibrated("assigning posterior_scale")
@@ -114,12 +93,7 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
 
 
 def checked_H(posterior: Posterior, H: Any) -> Any:
-    """A curvature of a user in the posterior's dtype and on its device; the same object where it has both.
-
-    Raises:
-        InvalidArgument: It is no curvature of this structure and these parameters.
-        UnsupportedError: The structure has no curvature that could be assigned.
-    """
+    """A curvature of a user in the posterior's dtype and on its device, checked; the same object where it has both."""
     choices = posterior.choices
     form = form_of(choices.structure)
     return form.checked(H, posterior.problem, _like(posterior), choices.precision_options)
