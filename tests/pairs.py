@@ -19,9 +19,14 @@ ALL = bool(os.environ.get("LAPLACE_TEST_ALL"))
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Tests of which each tries a pair that no other one tries; those with fewer than three parameters stay."""
+    """Tests of which each tries a pair that no other one tries; those with fewer than three parameters stay.
+
+    Tests that are marked as `nightly` go: they start many processes, or repeat at length what others sample.
+    """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
+        if item.get_closest_marker("nightly"):
+            continue
         groups[item.nodeid.partition("[")[0]].append(number)
     kept: set[int] = set()
     for numbers in groups.values():

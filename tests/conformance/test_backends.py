@@ -348,6 +348,7 @@ def test_likelihoods_without_a_loss_of_pytorch_are_refused() -> None:
         la.fit([(X, torch.ones(9, 1, dtype=torch.float64))])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table_of_the_docs_is_what_is_found(name: str) -> None:
     backend = BACKENDS[name]

@@ -45,6 +45,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
     line = run.compare(sides, TINY, state, LIMITS)
     for half in (line.theirs, line.ours):
@@ -56,6 +57,7 @@ def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
     assert line.ratios[0] == line.theirs.seconds[0] / line.ours.seconds[0]
 
 
+@pytest.mark.nightly
 def test_brief_runs_are_repeated(sides: tuple[Side, Side], state: Path) -> None:
     limits = replace(LIMITS, brief_seconds=0.2)
     line = run.compare(sides, TINY, state, limits)
@@ -71,6 +73,7 @@ def test_limits_of_pairs(pairs: int, seconds: float, expected: bool) -> None:
     assert run.QUICK.go_on(pairs, seconds) is expected
 
 
+@pytest.mark.nightly
 def test_a_script_has_a_process_of_its_own(sides: tuple[Side, Side], state: Path) -> None:
     script = replace(TINY, action="script")
     line = run.compare(sides, script, state, LIMITS)
@@ -83,6 +86,7 @@ def test_a_script_has_a_process_of_its_own(sides: tuple[Side, Side], state: Path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processor time of other processes is read from Linux's /proc")
+@pytest.mark.nightly
 def test_a_script_that_takes_too_long_is_ended(sides: tuple[Side, Side], state: Path) -> None:
     """Its time counts while it runs, though the worker that started it only waits."""
     side = sides[0]
@@ -125,6 +129,7 @@ def test_the_fastest_backend_of_equal_results(numbers: Any, fastest: Any, state:
     assert run.fastest(told, Begin(TINY, state, 0)) == fastest
 
 
+@pytest.mark.nightly
 def test_failures_are_named(sides: tuple[Side, Side], state: Path) -> None:
     wrong = replace(TINY, structure="no such")
     line = run.compare(sides, wrong, state, LIMITS)
@@ -132,6 +137,7 @@ def test_failures_are_named(sides: tuple[Side, Side], state: Path) -> None:
     assert line.ratios == [] and line.ours.failure in str(line)
 
 
+@pytest.mark.nightly
 def test_memory_is_limited(sides: tuple[Side, Side], state: Path, tmp_path: Path) -> None:
     wide = replace(TINY, setting=Setting("MLP", 8, 4, (3, 3000, 3000, 2)))  # 36 MB
     wide.setting.save(tmp_path / "wide.pt")
@@ -140,6 +146,7 @@ def test_memory_is_limited(sides: tuple[Side, Side], state: Path, tmp_path: Path
     assert not run.compare(sides, TINY, state, LIMITS).ours.failure
 
 
+@pytest.mark.nightly
 def test_what_takes_too_long_is_ended(sides: tuple[Side, Side], state: Path) -> None:
     side = sides[0]
     side.begin(Begin(TINY, state, 2**32))
