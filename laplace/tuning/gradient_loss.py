@@ -72,8 +72,10 @@ class SmoothLoss:
         for posterior in group.posteriors:
             posterior.check_unchanged()
             if posterior.overrides(*PREDICTIONS):
+                with posterior.as_user_object() as la:
+                    name = type(la).__name__
                 raise InvalidArgument(
-                    "this class predicts by a method of its own (one of "
+                    f"class {name} predicts by a method of its own (one of "
                     f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
                     "method='grid'."
                 )
