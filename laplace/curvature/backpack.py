@@ -64,11 +64,6 @@ def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> Modul
 
     What runs before that module may be anything: it does not depend on the tensors.
 
-    Args:
-        module: The network, a private copy.
-        x: Its inputs.
-        tensors: Parameters that all have to be held by modules of the chain.
-
     Raises:
         CurvatureError: Something else happens in between (a function, a sum of branches, a write in place).
     """

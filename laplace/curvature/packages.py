@@ -98,10 +98,6 @@ class CopiedBatch:
 def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     """A proven copy for a batch: of the head where the outputs are the head's, else of the network.
 
-    Args:
-        watched: The captured pass of the network.
-        y: Checked targets.
-
     Raises:
         CurvatureError: No copy gives the outputs and derivatives of the network; the message is the reason.
     """
@@ -227,10 +223,7 @@ class LayerFactors:
 class PackageEngine(CurvatureEngine):
     """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
 
-    Args:
-        problem: The network and its random parameters.
-        likelihood: Loss and output Hessian.
-        options: Sampling, Kronecker factors, and how much is computed at once.
+    The arguments are those of `CurvatureEngine`.
 
     Attributes:
         package: Name of the package.
@@ -315,7 +308,9 @@ class PackageEngine(CurvatureEngine):
         if computed.rest:
             parts = self._native_of(computed.rest).kron(x, y)[1]
             factors |= {_renamed(key, computed.rest): factor for key, factor in parts.every.items()}
-            blocks |= {i: _moved(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)}
+            blocks |= {
+                i: _renumbered(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)
+            }
         return KronParts.made_of(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
 
     def jacobian(
@@ -530,7 +525,7 @@ def _renamed(key: str, slots: tuple[int, ...]) -> str:
     return f"{kind}:{slots[int(index)]}"
 
 
-def _moved(block: KronBlock, slots: tuple[int, ...]) -> KronBlock:
+def _renumbered(block: KronBlock, slots: tuple[int, ...]) -> KronBlock:
     def named(key: str | None) -> str | None:
         return None if key is None else _renamed(key, slots)
 

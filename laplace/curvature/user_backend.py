@@ -194,13 +194,6 @@ class UserBackendEngine(CurvatureEngine):
 def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:
     """A user's loss, with the number of data and outputs that one forward pass tells.
 
-    Args:
-        engine: Checks the targets.
-        x: Inputs of a batch.
-        y: Its targets.
-        loss: Its unit negative log likelihood, 0-dim.
-        name: Of the backend or method that computed it.
-
     Raises:
         UnsupportedError: The outputs have positions.
     """

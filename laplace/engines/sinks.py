@@ -133,11 +133,6 @@ class Sink(ABC):
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         """Adds what follows from the full curvature of a batch, `[E, P, P]`.
 
-        Args:
-            matrix: The curvature.
-            layout: The random parameters.
-            name: Of the backend that gave it.
-
         Raises:
             UnsupportedError: Nothing does.
         """
@@ -197,14 +192,14 @@ class DiagSink(Sink):
                 continue
             own = self._in_basis(slot, block)
             if len(target) > 1:
-                _add_terms(target, own.squares_apart(), first)
+                _add_terms(target, own.squares_per_cotangent(), first)
             else:
                 own.add_squares(target[0])
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         for slot, block in blocks.items():
-            apart = len(self.values) > 1
-            self.values[:, self._slices[slot]].add_(block.ggn_diagonal(hessian, apart=apart))
+            per_output = len(self.values) > 1
+            self.values[:, self._slices[slot]].add_(block.ggn_diagonal(hessian, per_output=per_output))
 
     def put(self, values: Tensor) -> None:
         self._values = values if self._values is None else self._values.add_(values)
@@ -488,7 +483,7 @@ class KronSink(Sink):
         self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
         key = f"{kind}:{slot}"
         if self.probe is None and self.n_terms > 1:
-            self._put_terms(key, block.squares_apart(), first)
+            self._put_terms(key, block.squares_per_cotangent(), first)
         elif self.probe is None:
             if key not in self.factors:
                 self.factors[key] = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)

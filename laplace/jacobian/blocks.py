@@ -227,7 +227,7 @@ class Block(ABC):
 
     def select_outputs(self, outputs: Tensor) -> Block:
         """K cotangents of every datum, `outputs` `[B, K]`: a block `[K, B, p]`."""
-        return DenseBlock(of_each(self.dense(), outputs))
+        return DenseBlock(at_outputs(self.dense(), outputs))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         """Some entries of the tensor: as rows × columns and an index, and the same as flat indices `[q]`."""
@@ -321,11 +321,7 @@ class Block(ABC):
         return None
 
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
-        """Sizes and form that work and memory depend on.
-
-        Args:
-            inputs: Inputs of layers: factors that are views of them are no copies.
-        """
+        """Sizes and form that work and memory depend on."""
         del inputs
         return TensorShape(self.size, n_outputs=self.size)
 
@@ -363,8 +359,8 @@ class Block(ABC):
         for piece in self.pieces():
             add_squared(running, piece.flatten(0, 1))
 
-    def squares_apart(self) -> Tensor:
-        """Σ J² over data, with the cotangents apart, `[K, p]`."""
+    def squares_per_cotangent(self) -> Tensor:
+        """Σ J² over data, of every cotangent, `[K, p]`."""
         return total(piece.square().sum(1) for piece in self.pieces())
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
@@ -655,8 +651,8 @@ class PickedBlock(_Wrapper):
             self.whole.add_squares(whole := running.new_zeros(self.whole.size))
             running += whole[self.index]
 
-    def squares_apart(self) -> Tensor:
-        return super().squares_apart() if self.gathers else self.whole.squares_apart()[:, self.index]
+    def squares_per_cotangent(self) -> Tensor:
+        return super().squares_per_cotangent() if self.gathers else self.whole.squares_per_cotangent()[:, self.index]
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.gathers:
@@ -764,7 +760,7 @@ BLOCKS.register("dense")(DenseBlock)
 BLOCKS.register("sum")(SumBlock)
 
 
-def of_each(values: Tensor, outputs: Tensor) -> Tensor:
+def at_outputs(values: Tensor, outputs: Tensor) -> Tensor:
     """Entries `[K, B, …]` of `[C, B, …]` at outputs of every datum, `[B, K]`."""
     return values[outputs.T, torch.arange(len(outputs), device=outputs.device)]
 

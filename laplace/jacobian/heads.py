@@ -144,12 +144,12 @@ class Head(Block):
         """The block of some of the data: a slice, or indices `[n]`."""
 
     @abstractmethod
-    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+    def ggn_diagonal(self, hessian: OutputHessian, *, per_output: bool) -> Tensor:
         """Diagonal of Σ_b J_bᵀ Λ_b J_b, `[1, p]`, without a root of Λ.
 
         Args:
             hessian: Output Hessians Λ of the data.
-            apart: Take the diagonals of Λ alone, with a row for every output, `[C, p]`.
+            per_output: Take the diagonals of Λ alone, with a row for every output, `[C, p]`.
         """
 
 
@@ -276,16 +276,16 @@ class HeadBlock(Head):
     def add_squares(self, running: Tensor) -> None:
         running.view(self.n_outputs, -1).add_(self.features.square().sum(0))
 
-    def squares_apart(self) -> Tensor:
-        return self._on_diagonal(self.features.square().sum(0).expand(self.n_outputs, -1), apart=True)
+    def squares_per_cotangent(self) -> Tensor:
+        return self._on_diagonal(self.features.square().sum(0).expand(self.n_outputs, -1), per_output=True)
 
-    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+    def ggn_diagonal(self, hessian: OutputHessian, *, per_output: bool) -> Tensor:
         squares = self.features.square()
-        return self._on_diagonal(hessian.diagonal().to(squares).T @ squares, apart=apart)
+        return self._on_diagonal(hessian.diagonal().to(squares).T @ squares, per_output=per_output)
 
-    def _on_diagonal(self, values: Tensor, *, apart: bool) -> Tensor:
+    def _on_diagonal(self, values: Tensor, *, per_output: bool) -> Tensor:
         """Values `[C, D]` of the entries, `[1, C·D]`, or in a row for every output, which has its own, `[C, C·D]`."""
-        if not apart:
+        if not per_output:
             return values.reshape(1, -1)
         rows = values.new_zeros(self.n_outputs, *values.shape)
         rows.diagonal().copy_(values.T)
@@ -357,13 +357,13 @@ class RotatedHeadBlock(Head):
     def add_squares(self, running: Tensor) -> None:
         running += torch.outer(self.basis.square().sum(0), self.features.square().sum(0)).flatten()
 
-    def squares_apart(self) -> Tensor:
+    def squares_per_cotangent(self) -> Tensor:
         return (self.basis.square().unsqueeze(2) * self.features.square().sum(0)).flatten(1)
 
-    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+    def ggn_diagonal(self, hessian: OutputHessian, *, per_output: bool) -> Tensor:
         squares = self.features.square()
         basis = self.basis.to(squares)
-        if not apart:
+        if not per_output:
             return (hessian.diagonal_in(basis).T.to(squares) @ squares).reshape(1, -1)
         sums = hessian.diagonal().to(squares).T @ squares  # [C, D]
         return (basis.square().unsqueeze(2) * sums.unsqueeze(1)).flatten(1)

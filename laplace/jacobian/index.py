@@ -188,7 +188,7 @@ class IndexBlock(FactoredBlock):
         merged, _, row = self._merged()
         running.view(self.n_rows, -1).index_add_(0, row, merged.square().sum(0).to(running))
 
-    def squares_apart(self) -> Tensor:
+    def squares_per_cotangent(self) -> Tensor:
         merged, _, row = self._merged()
         zeros = merged.new_zeros(len(merged), self.n_rows, merged.shape[2])
         return zeros.index_add(1, row, merged.square()).flatten(1)

@@ -21,10 +21,10 @@ from laplace.jacobian.blocks import (
     RankOne,
     TensorShape,
     all_of,
+    at_outputs,
     by_row,
     concatenated,
     entries_of,
-    of_each,
     sum_of_squares,
     total,
 )
@@ -120,7 +120,7 @@ class FactoredBlock(Block):
         return self.with_factors(lambda inputs: inputs[data], self.g[:, data])
 
     def select_outputs(self, outputs: Tensor) -> Block:
-        return self.with_factors(lambda inputs: inputs, of_each(self.g, outputs))
+        return self.with_factors(lambda inputs: inputs, at_outputs(self.g, outputs))
 
     def join(self, others: Sequence[Block]) -> Block:
         alike = all_of(type(self), others)
@@ -456,9 +456,9 @@ class OuterBlock(FactoredBlock):
         left, right = reversed(squares) if self.input_first else squares  # [B, G, O] and [B, G, I]
         running.view(self.groups, left.shape[2], -1).baddbmm_(left.permute(1, 2, 0), right.transpose(0, 1))
 
-    def squares_apart(self) -> Tensor:
+    def squares_per_cotangent(self) -> Tensor:
         if self.n_positions > 1:
-            return torch.cat([Block.squares_apart(part) for part in self._for_squares()])
+            return torch.cat([Block.squares_per_cotangent(part) for part in self._for_squares()])
         g = self.g[:, :, 0].square()
         if self.inputs is None:
             return g.sum(1).flatten(1)

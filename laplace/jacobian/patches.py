@@ -24,7 +24,7 @@ _COPIED_BYTES = 2**25
 _MULTIPLIED = 2**22
 """Multiplications of a convolution from which on they outweigh its call."""
 
-_WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
 @dataclass(frozen=True, eq=False)

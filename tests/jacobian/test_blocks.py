@@ -108,7 +108,7 @@ def check_contractions(block: Block, truth: Tensor) -> None:
     running = torch.ones(p, dtype=torch.float64)
     block.add_squares(running)
     assert_close(running - 1, truth.square().sum((0, 1)), "algebra")
-    assert_close(block.squares_apart(), truth.square().sum(1), "algebra")
+    assert_close(block.squares_per_cotangent(), truth.square().sum(1), "algebra")
     assert_close(block.weighted_norms(weights[0]), grams[0].diagonal(dim1=1, dim2=2), "algebra")
     assert_close(block.weighted_gram(weights[0]), grams[0], "algebra")
     assert_close(block.weighted_norms_each(weights), grams.diagonal(dim1=2, dim2=3), "algebra")

@@ -114,4 +114,4 @@ def test_wide_blocks_of_float32_are_summed_so(groups: int, input_first: bool, mo
     assert not form.convolves(g[..., :8])
     assert not form.map(lambda images: images[..., :5, :5]).convolves(g[:, :, :24])
     assert_close(block.dense(), unfolded.dense(), "float32")
-    assert_close(block.squares_apart(), unfolded.squares_apart(), "float32")
+    assert_close(block.squares_per_cotangent(), unfolded.squares_per_cotangent(), "float32")

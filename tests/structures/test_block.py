@@ -96,7 +96,7 @@ def test_squares_of_a_large_weight_do_not_hold_all_cotangents(apart: bool) -> No
     g = torch.randn(columns, 2, 3, 1, outputs, generator=generator)
     block, found = OuterBlock(a, g), torch.zeros(outputs * inputs)
     if apart:
-        found = block.squares_apart()
+        found = block.squares_per_cotangent()
     else:
         block.add_squares(found)
     expected = torch.einsum("kbtgo,btgi->kboi", g.double(), a.double()).square().sum(1).flatten(1)

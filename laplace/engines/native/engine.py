@@ -61,10 +61,7 @@ class _Datum:
 class NativeEngine(CurvatureEngine):
     """Base of all native curvature: Jacobians from layer inputs and output gradients, and proven plans.
 
-    Args:
-        problem: The network and its random parameters.
-        likelihood: Loss and output Hessian.
-        options: Sampling, Kronecker factors, and how much is computed at once.
+    The arguments are those of `CurvatureEngine`.
     """
 
     weighs_data = True
@@ -157,7 +154,7 @@ class NativeEngine(CurvatureEngine):
             return
         remedy = "Use pred_type='nn'"
         if what == "a fit":
-            drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.apart else ""
+            drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.separates_positions else ""
             remedy = (
                 f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, "
                 "with a higher budget"
@@ -190,7 +187,7 @@ class NativeEngine(CurvatureEngine):
 
     def _profile(self, batch: ForwardPass) -> BatchProfile:
         columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
-        columns *= batch.capture.n_positions if batch.mixes and self.apart else 1
+        columns *= batch.capture.n_positions if batch.mixes and self.separates_positions else 1
         refused = batch.mixes and columns > self.max_passes
         return batch.profile(n_columns=columns, n_terms=terms, product_budget=self._product_budget, refused=refused)
 
@@ -199,7 +196,7 @@ class NativeEngine(CurvatureEngine):
         return 0
 
     @property
-    def apart(self) -> bool:
+    def separates_positions(self) -> bool:
         """True if positions of a datum need cotangents of their own: not those of independent random draws."""
         return True
 

@@ -44,12 +44,7 @@ class Owner(NamedTuple):
 
 
 def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
-    """Every (module, attribute) that holds a random parameter: several where tensors are tied.
-
-    Args:
-        problem: The network and its random parameters.
-        places: Those of all parameters, where they are known.
-    """
+    """Every (module, attribute) that holds a random parameter: several where tensors are tied."""
     places = places or problem.places()
     slots = {slot.name: i for i, slot in enumerate(problem.slots)}
     where = {id(module._parameters[key]): slots[name] for name, module, key in places if name in slots}
@@ -628,9 +623,6 @@ class ForwardPass:
         """Cotangents whose output gradients are held at once, within the memory budget.
 
         Of passes that run one by one on a CPU few, since many large ones take longer to stack than they save.
-
-        Args:
-            together: Whether a sum needs few cotangents no less than many: it adds a product per call, however many.
         """
         looped = self.capture.loop and not together and self.f.device.type == "cpu"
         budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget

@@ -90,12 +90,7 @@ class Graph:
         return explained
 
     def keeps_rows(self, node: Node, views: Collection[Node]) -> bool:
-        """True if no row sees another between a node and the outputs, whatever the data, as the operations alone say.
-
-        Args:
-            node: That of a call.
-            views: Nodes of views that end in the outputs, which only rename rows.
-        """
+        """True if no row sees another between a call's node and the outputs, as the operations alone say."""
         of_images = type(node).__name__.startswith(_IMAGES)
         between, waiting = {node}, [node]
         while waiting:

@@ -75,13 +75,13 @@ class PositionCotangents:
     Args:
         columns: `[K, B·T, C]`; positions of which every entry is zero are left out.
         n_data: B.
-        apart: True if rows are kept apart.
+        separate: True if every row has cotangents of its own.
     """
 
-    def __init__(self, columns: Tensor, n_data: int, *, apart: bool) -> None:
+    def __init__(self, columns: Tensor, n_data: int, *, separate: bool) -> None:
         self.columns = columns.unflatten(1, (n_data, -1))  # [K, B, T, C]
-        self.apart = apart and self.columns.shape[2] > 1
-        self.used = self._places() if self.apart else None
+        self.separates_positions = separate and self.columns.shape[2] > 1
+        self.used = self._places() if self.separates_positions else None
 
     def _places(self) -> Tensor:
         """Positions of which some entry is not zero; the first one if there are none."""
@@ -241,7 +241,7 @@ class OuterEngine(NativeEngine):
         mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
         if mixed and len(columns) > self.max_passes:  # refused before any of them are made
-            self.check_passes(len(columns) * (batch.capture.n_positions if self.apart else 1), "a fit")
+            self.check_passes(len(columns) * (batch.capture.n_positions if self.separates_positions else 1), "a fit")
         if simple := [i for i in rest if i not in mixed]:
 
             def computed(part: slice) -> dict[int, Block]:
@@ -260,9 +260,11 @@ class OuterEngine(NativeEngine):
 
     def _add_mixed(self, batch: ForwardPass, columns: Cotangents, step: int, only: list[int], sink: Sink) -> None:
         """Adds the curvature of tensors that take cotangents of their own for every position."""
-        apart = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, apart=self.apart)
-        self.check_passes(len(apart), "a fit")
-        for part, blocks in in_slices(len(apart), step, lambda part: batch.blocks(apart[part], only), COTANGENT):
+        cotangents = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, separate=self.separates_positions)
+        self.check_passes(len(cotangents), "a fit")
+        for part, blocks in in_slices(
+            len(cotangents), step, lambda part: batch.blocks(cotangents[part], only), COTANGENT
+        ):
             sink.add(blocks, part.start)
 
 
@@ -305,10 +307,7 @@ class _OutputMatrix:
 class GGNEngine(OuterEngine):
     """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
 
-    Args:
-        problem: The network and its random parameters.
-        likelihood: Loss and output Hessian.
-        options: Sampling, Kronecker factors, and how much is computed at once.
+    The arguments are those of `CurvatureEngine`.
     """
 
     kind = "ggn"
@@ -330,7 +329,7 @@ class GGNEngine(OuterEngine):
         return columns_of(f.shape[1], sums_to_zero=self.likelihood.sums_to_zero)
 
     @property
-    def apart(self) -> bool:
+    def separates_positions(self) -> bool:
         return not self.options.stochastic
 
     def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:

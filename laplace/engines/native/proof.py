@@ -54,7 +54,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, tor
 _SCALINGS = (0.61, 0.83, 1.37)
 """Factors of a cotangent under which every product in a backward pass is rounded in another way."""
 
-_MOVES = 6
+_PERTURBATIONS = 6
 """Forward passes at weights and inputs that differ in their last digits, so that every product is another one."""
 
 _LOST = 0.25
@@ -78,7 +78,7 @@ class Probe:
         coarsest: The least exact dtype among them and the outputs: that of the weights, or a lower one where the
             network enters `torch.autocast` by itself.
         again: The truths of another multiple of r u.
-        moved: Those of r u at weights and inputs with other last digits, by a seed; None where that is not known.
+        perturbed: Those of r u at weights and inputs with other last digits, by a seed; None where that is not known.
     """
 
     r: Tensor
@@ -87,7 +87,7 @@ class Probe:
     gradients: tuple[Tensor, ...]
     coarsest: torch.dtype
     again: Callable[[float], Gradients]
-    moved: Callable[[int], Gradients] | None
+    perturbed: Callable[[int], Gradients] | None
 
     @cached_property
     def noise(self) -> tuple[Tensor, ...]:
@@ -105,9 +105,9 @@ class Probe:
         A norm over one number gives 0, but for rounding that follows the last digits of what it is given. The
         derivative in its weight is that rounding; it is another one in every pass over other data.
         """
-        if self.moved is None:
+        if self.perturbed is None:
             return (torch.zeros(()),) * len(self.truths)
-        changes = self._largest_change((self.moved(seed), 1.0) for seed in range(_MOVES))
+        changes = self._largest_change((self.perturbed(seed), 1.0) for seed in range(_PERTURBATIONS))
         return tuple(
             change if truth is not None and change >= _LOST * truth.to_dense().to(change).norm() else 0 * change
             for truth, change in zip(self.truths, changes, strict=True)
@@ -125,15 +125,7 @@ class Probe:
         return tuple(largest)
 
     def agree(self, slot: int, actual: Tensor, expected: Tensor, bound: Tensor, scale: float = 1.0) -> bool:
-        """True if two vectors agree to the accuracy of the model's dtype, or to what rounding leaves in the truth.
-
-        Args:
-            slot: Which tensor they belong to.
-            actual: From factors.
-            expected: From autograd, in the model's dtype.
-            bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
-            scale: Size of the cotangents as a multiple of those of the truths.
-        """
+        """True if two vectors agree to the accuracy of the model's dtype, or to what rounding leaves in the truth."""
         if close(actual, expected, bound, self.coarsest):
             return True
         error = (actual - expected.to(actual)).norm()
@@ -143,14 +135,7 @@ class Probe:
 
 
 def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
-    """True if two vectors agree to the accuracy of the model's dtype.
-
-    Args:
-        actual: From factors.
-        expected: From autograd, in the model's dtype.
-        bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
-        coarsest: A dtype in which a part of both may have been computed.
-    """
+    """True if two vectors agree to the accuracy of the model's dtype."""
     tolerance = max(TOLERANCE[expected.dtype], TOLERANCE.get(coarsest or expected.dtype, 0.0))
     error = (actual - expected.to(actual)).norm()
     return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
@@ -175,12 +160,12 @@ def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
             gradients = pull(f, stand_ins, factor * weighted.unsqueeze(0), loop=True)
         return tuple(None if gradient is None else gradient[0] for gradient in gradients)
 
-    def moved(seed: int) -> Gradients:
+    def perturbed(seed: int) -> Gradients:
         digits = torch.Generator().manual_seed(seed)
-        tensors = {name: _moved(tensor, digits) for name, tensor in problem.detached().items()}
+        tensors = {name: _perturbed(tensor, digits) for name, tensor in problem.detached().items()}
         wanted = [tensors[name].requires_grad_() for name in names]
         with torch.enable_grad(), differentiable(problem.module, twice=False), problem.holding(tensors):
-            outputs = problem.outputs(batches.transform(x, lambda leaf: _moved(leaf, digits))).flatten(1)
+            outputs = problem.outputs(batches.transform(x, lambda leaf: _perturbed(leaf, digits))).flatten(1)
             gradients = pull(outputs, wanted, weighted.unsqueeze(0), loop=True)
         return tuple(None if gradient is None else gradient[0] for gradient in gradients)
 
@@ -195,14 +180,14 @@ def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
     pulled = capture.gradients(cotangents, range(len(capture.calls)))
     gradients = tuple(pulled[n].detach() for n in range(len(capture.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-    made = Probe(r, cotangents, truths, gradients, coarsest, again, moved if capture.processes is None else None)
+    made = Probe(r, cotangents, truths, gradients, coarsest, again, perturbed if capture.processes is None else None)
     # Whether it is needed is for rounding to say, which processes that make all passes together may not wait for.
     if capture.processes is not None:
         _ = made.noise
     return made
 
 
-def _moved(tensor: Tensor, digits: torch.Generator) -> Tensor:
+def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
     """A tensor whose numbers differ by some units of rounding; others than floating point ones as they are."""
     if not tensor.is_floating_point():
         return tensor
@@ -667,11 +652,6 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 
     Under `torch.no_grad()`, behind `detach()` or a step function a tensor has no derivative. Its curvature would be
     zero and its posterior the prior, which is right of unused tensors alone.
-
-    Args:
-        problem: The network and its random parameters.
-        x: Inputs of B data.
-        unreached: Random parameters that autograd does not reach.
 
     Raises:
         CurvatureError: There is no random parameter that autograd reaches.

@@ -415,31 +415,25 @@ class ChannelScaleRule(_ScaleRule):
         return products.sum(2, keepdim=True) if parameter.numel() == 1 else products
 
 
-def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, None, None, module.eps)  # pyright: ignore
+def _layer_norm(module: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
 
 
-def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, None, module.eps)  # pyright: ignore
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, None, module.eps)
 
 
-def _group_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return F.group_norm(x, module.num_groups, None, None, module.eps)  # pyright: ignore
+def _group_norm(module: Any, x: Tensor) -> Tensor:
+    return F.group_norm(x, module.num_groups, None, None, module.eps)
 
 
-def _instance_norm(module: nn.Module, x: Tensor) -> Tensor:
+def _instance_norm(module: Any, x: Tensor) -> Tensor:
     mean, var = module.running_mean, module.running_var
-    return F.instance_norm(x, mean, var, use_input_stats=mean is None, eps=module.eps)  # pyright: ignore
+    return F.instance_norm(x, mean, var, use_input_stats=mean is None, eps=module.eps)
 
 
-def _running_norm(module: nn.Module, x: Tensor) -> Tensor:
-    mean, var = module.running_mean, module.running_var
-    return torch.batch_norm(x, None, None, mean, var, False, 0.0, module.eps, False)  # pyright: ignore
-
-
-def _negative_part(module: nn.Module, x: Tensor) -> Tensor:
-    del module
-    return x.clamp(max=0)
+def _running_norm(module: Any, x: Tensor) -> Tensor:
+    return torch.batch_norm(x, None, None, module.running_mean, module.running_var, False, 0.0, module.eps, False)
 
 
 files(TrailingScaleRule("layer norm", _layer_norm), nn.LayerNorm)
@@ -447,4 +441,4 @@ files(TrailingScaleRule("rms norm", _rms_norm), nn.RMSNorm)
 files(ChannelScaleRule("group norm", _group_norm), nn.GroupNorm)
 files(ChannelScaleRule("instance norm", _instance_norm), nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 files(ChannelScaleRule("batch norm", _running_norm), nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-files(ChannelScaleRule("prelu", _negative_part), nn.PReLU)
+files(ChannelScaleRule("prelu", lambda _, x: x.clamp(max=0)), nn.PReLU)

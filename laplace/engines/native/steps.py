@@ -27,14 +27,7 @@ def weights_of(args: tuple[Any, ...]) -> Sequence[Tensor]:
 
 
 def run_recurrent(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur) -> tuple[Tensor, ...]:
-    """Outputs and last states of one of `CELLS`.
-
-    Args:
-        name: Which.
-        args: Arguments of PyTorch's function.
-        linear: Applies a weight to all steps at once.
-        recur: Is told of a weight that was applied step by step.
-    """
+    """Outputs and last states of one of `CELLS`."""
     x, first, weights, biased, n_layers, _, _, bidirectional, batch_first = args
     states: State = tuple(first) if name == "lstm" else (first,)
     projected = len(states) == 2 and states[0].shape[2] != states[1].shape[2]
@@ -156,14 +149,7 @@ There products are faster than PyTorch's fused attention, whose backward pass is
 def attend(
     linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`, or None where that is to be called itself.
-
-    Args:
-        linear: Applies a projection.
-        parameters: Ids of the random parameters.
-        args: Arguments of that function.
-        kwargs: The same by name.
-    """
+    """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`, or None where that is to be called itself."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
