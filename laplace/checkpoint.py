@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace import state
-from laplace.core.digest import digest
+from laplace.core.files import digest
 from laplace.core.layout import Layout
 from laplace.core.memory import ran_out
 from laplace.core.processes import Processes

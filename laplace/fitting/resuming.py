@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from laplace.core import batch as batches
 from laplace.core import files
 from laplace.core.batch import Inputs
-from laplace.core.digest import digest
+from laplace.core.files import digest
 from laplace.core.memory import ran_out
 from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary

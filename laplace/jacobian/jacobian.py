@@ -118,7 +118,7 @@ class Jacobian:
         blocks: One per random parameter.
         positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
         wide: True if covariances of its outputs are summed in float64, since they are to be factored: the root of a
-            sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
+            sum that was rounded in float32 is known to three digits (`laplace.core.gaussian`).
         outputs: Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or
             for other cotangents.
         group_size: Rows that a datum is made of; its cotangents are those of all of them, rows major.

@@ -32,9 +32,8 @@ from laplace.errors import InvalidArgument
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
-from laplace.mixture.posterior import MixturePosterior
-from laplace.mixture.predictor import MixturePredictor, choose
-from laplace.mixture.weighting import check_same_data, weights_of
+from laplace.mixture.components import check_same_data, weights_of
+from laplace.mixture.posterior import MixturePosterior, MixturePredictor, choose
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling

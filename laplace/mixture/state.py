@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidType, StateError
-from laplace.mixture.components import all_or_none
+from laplace.mixture.components import Rule, all_or_none, checked_rule
 from laplace.mixture.mimo import HeadCall
-from laplace.mixture.weighting import Rule, checked_rule
 from laplace.parametric import ParametricLaplace
 from laplace.saving import Recipe
 

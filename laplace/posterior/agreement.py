@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.digest import digest
+from laplace.core.files import digest
 from laplace.core.processes import Processes
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting import NO_DATA

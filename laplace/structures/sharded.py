@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
-from laplace.core.digest import digest
+from laplace.core.files import digest
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
