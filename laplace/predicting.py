@@ -426,7 +426,7 @@ class Predicting(OutputSampling):
         predictor = self._predictor
         source = predictor.linearised(x, choice, group_size)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
-            return source.latent(form)
+            return source.gaussian(form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)

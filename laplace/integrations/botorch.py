@@ -206,7 +206,7 @@ class LaplaceModel(Model, FantasizeMixin):
         predictor = PosteriorPredictor(posterior or self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
         source = predictor.linearised(X.reshape(-1, d).to(predictor.posterior.expansion_point), group_size=q)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
-            gaussian = source.latent("joint", wide=True)
+            gaussian = source.gaussian("joint", wide=True)
         mean = widened(gaussian.mean).to(X.device).view(*batch, q, self.num_outputs)
         return mean, widened(gaussian.covariance).to(X.device).view(*batch, size, size)
 

@@ -94,7 +94,7 @@ class MomentTarget(SampledTarget):
     def read_by_scores(self, rows: Component) -> Summary:
         if rows.sampled:
             return self.summary_of_samples(rows.likelihood, rows.latent_samples, for_scores=True)
-        latent = rows.read_by_link
+        latent = rows.link_input
         return self._summary_without_link(latent.mean, latent.covariance, for_scores=True)
 
     def at_outputs(self, likelihood: Density, f: Tensor) -> Summary:
@@ -111,7 +111,7 @@ class MomentTarget(SampledTarget):
         return known.mean.to(mean), known.variance.to(mean)
 
     def _of(self, rows: Component) -> TargetMoments:
-        latent = rows.read_by_link
+        latent = rows.link_input
         return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)
 
 

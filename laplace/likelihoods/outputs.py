@@ -132,12 +132,12 @@ class Component(Outputs, Protocol):
         ...
 
     @property
-    def of_each(self) -> Gaussian:
+    def per_row(self) -> Gaussian:
         """Gaussian of f of every row: with `diagonal_output` its variances, else its covariances."""
         ...
 
     @property
-    def read_by_link(self) -> Gaussian:
+    def link_input(self) -> Gaussian:
         """Gaussian of f in the form that E[y] is computed from."""
         ...
 

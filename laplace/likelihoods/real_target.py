@@ -37,7 +37,7 @@ class RealTarget(Target):
         return scores.gaussian_entropy(_noisy(summary, sigma))
 
     def decompose(self, rows: Component) -> Decomposition:
-        return of_gaussian(rows.of_each, rows.sigma_noise)
+        return of_gaussian(rows.per_row, rows.sigma_noise)
 
     def variance(self, rows: Mixture) -> Tensor:
         return rows.latent_variance + rows.sigma_noise.square()
@@ -49,7 +49,7 @@ class RealTarget(Target):
         """−Σ_k π_k E_k[log Σ_l π_l N(y; m_l, V_l)] over noisy targets, `[B]`; in closed form of one component."""
         if len(rows.components) == 1:
             return rows.components[0].decomposition.predictive_entropy
-        noisy = [component.of_each.plus_noise(component.sigma_noise) for component in rows.components]
+        noisy = [component.per_row.plus_noise(component.sigma_noise) for component in rows.components]
         density = mixture_of([_of_rows(gaussian) for gaussian in noisy], rows.weights)
         draws = [g.sample(part.n_samples, part.draws()) for g, part in zip(noisy, rows.components, strict=True)]
         return rows.average([-density.log_prob(draw.to(draws[0])).mean(0) for draw in draws])

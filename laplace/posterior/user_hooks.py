@@ -414,9 +414,9 @@ class _UsersVariances(GaussianSource):
     def mean(self) -> OutputRows:
         return self.source.mean()
 
-    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if form != "diagonal":
-            return self.source.latent(form, wide=wide)
+            return self.source.gaussian(form, wide=wide)
         with self.posterior.as_user_object() as la:
             moments = la.functional_variance_fast(self.x)
             if not isinstance(moments, tuple) or len(moments) != 2 or moments[0].shape != moments[1].shape:

@@ -43,7 +43,7 @@ class GaussianSource(ABC):
         """Mean of the latents, `[B, C]`, without their covariance."""
 
     @abstractmethod
-    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         """Gaussian of the latents.
 
         Args:
@@ -128,7 +128,7 @@ class LinearisedOutputs(GaussianSource):
             rows = outputs(self.engine, self.x, create_graph=self.through_x)
             return rows if self.choice is None else self.choice.picked(rows)
 
-    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         def of(precision: Precision) -> Gaussian:
             with checks.together():
                 self.check()

@@ -214,7 +214,9 @@ class PosteriorOutputs:
     @property
     def positions(self) -> tuple[int, ...]:
         """Dimensions of the positions, empty for outputs `[B, C]`; of a quantity that was computed already."""
-        known = next((name for name in ("latent", "marginals", "_whole", "_drawn") if name in self.__dict__), "_mean")
+        known = next(
+            (name for name in ("latent", "marginals", "_full_covariance", "_drawn") if name in self.__dict__), "_mean"
+        )
         return getattr(self, known).positions
 
     @property
@@ -229,7 +231,8 @@ class PosteriorOutputs:
         if isinstance(self.source, SampleSource):
             return replace(self._drawn, values=self._drawn.values.mean(0))
         known = next(
-            (self.__dict__[name] for name in ("latent", "_drawable", "marginals") if name in self.__dict__), None
+            (self.__dict__[name] for name in ("latent", "_sampling_gaussian", "marginals") if name in self.__dict__),
+            None,
         )
         return self.source.mean() if known is None else OutputRows(known.mean, known.positions, known.outputs)
 
@@ -249,16 +252,16 @@ class PosteriorOutputs:
         return self._gaussian("diagonal")
 
     @lazy
-    def _whole(self) -> Gaussian:
+    def _full_covariance(self) -> Gaussian:
         return self.latent if self.options.form == "full" else self._gaussian("full")
 
     @property
-    def of_each(self) -> Gaussian:
+    def per_row(self) -> Gaussian:
         """Gaussian of the outputs of every row alone: with `diagonal_output` variances, else covariances."""
-        return self.marginals if self.options.form == "diagonal" else self._whole
+        return self.marginals if self.options.form == "diagonal" else self._full_covariance
 
     @lazy
-    def _drawable(self) -> Gaussian:
+    def _sampling_gaussian(self) -> Gaussian:
         """The same as `latent` to draw from, with (co)variances summed in float64: in float32 a pass of its own.
 
         Where the link draws, or everything is float64, `latent` has them.
@@ -274,7 +277,7 @@ class PosteriorOutputs:
     def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form, self.options.group_size)
-        return self.source.latent(form, wide=wide or self._link_draws)
+        return self.source.gaussian(form, wide=wide or self._link_draws)
 
     @lazy
     def latent_variance(self) -> Tensor:
@@ -288,7 +291,7 @@ class PosteriorOutputs:
             return self.own.latents(self.n_samples, self.draws())
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.n_samples, self.draws())
-        gaussian = self._drawable
+        gaussian = self._sampling_gaussian
         return OutputRows(gaussian.sample(self.n_samples, self.draws()), gaussian.positions, gaussian.outputs)
 
     @property
@@ -307,15 +310,15 @@ class PosteriorOutputs:
         own = self.own.latents or self.own.targets
         if self.sampled or (self._link_draws and own is not None) or (self._target_draws and joint):
             return self.mean_samples.mean(0)
-        gaussian = self.read_by_link
+        gaussian = self.link_input
         return likelihood.predict(gaussian.mean, gaussian.covariance, self.link, self.n_samples, self.draws())
 
     @property
-    def read_by_link(self) -> Gaussian:
+    def link_input(self) -> Gaussian:
         """Gaussian of the outputs in the form that E[y] is computed from."""
         if self.likelihood.target.reads_variances(self.likelihood, self.link):
             return self.marginals
-        return self.of_each if self._target_draws else self._whole
+        return self.per_row if self._target_draws else self._full_covariance
 
     @property
     def _target_draws(self) -> bool:
@@ -340,7 +343,7 @@ class PosteriorOutputs:
         concentrations = LINKS[self.link].log_concentrations
         if concentrations is None or self.sampled:
             return None
-        return concentrations(self._whole.mean, self._whole.covariance)
+        return concentrations(self._full_covariance.mean, self._full_covariance.covariance)
 
 
 Choice = Callable[[], Tensor]
