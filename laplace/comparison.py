@@ -23,7 +23,7 @@ from laplace.core.random_numbers import drawn_seed
 from laplace.core.selective import Ranking, calibration_floor
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.target import Summary, mean_of, variance_of
+from laplace.likelihoods.targets import Summary, mean_of, variance_of
 
 N_BINS = 15
 """Bins of the calibration error, as in `laplace.metrics`."""

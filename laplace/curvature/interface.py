@@ -27,7 +27,7 @@ from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.recovered import Loss
+from laplace.likelihoods.loss_adapter import Loss
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import FeatureExtractor

@@ -40,8 +40,8 @@ from laplace.engines.sinks import BlockSink, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.labels import classes_of
-from laplace.likelihoods.observed import Observed
+from laplace.likelihoods.softmax import classes_of
+from laplace.likelihoods.weighted_targets import Observed
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Caller, Problem, reduce_features
 

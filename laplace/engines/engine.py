@@ -24,9 +24,9 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.logits import require_logits
+from laplace.likelihoods.checks import require_logits
+from laplace.likelihoods.loss_adapter import Loss, recovered_targets
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.likelihoods.recovered import Loss, recovered_targets
 from laplace.network.model_guard import preserve_model
 from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem

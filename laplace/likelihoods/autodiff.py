@@ -13,8 +13,7 @@ from torch.func import grad, vjp, vmap
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_tensor, require_finite_targets
-from laplace.likelihoods.each import for_each
+from laplace.likelihoods.checks import check_outputs, check_tensor, for_each, require_finite_targets
 
 
 class LikelihoodFromLoss(NoiseFreeLikelihood):

@@ -19,8 +19,7 @@ from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.likelihoods.target import Target
-from laplace.likelihoods.targets import TARGETS
+from laplace.likelihoods.targets import TARGETS, Target, mean_of
 
 
 class Likelihood(ABC):
@@ -285,3 +284,26 @@ def check_kind(kind: str) -> None:
     """
     if kind not in ("ggn", "hessian", "ef"):
         raise InvalidArgument(f"kind={kind!r} is unknown; accepted are 'ggn', 'hessian', 'ef'.")
+
+
+class MomentLikelihood(NoiseFreeLikelihood):
+    """A likelihood whose target is a `MomentTarget`: `la(x)` is (E[y], Var(y)), whatever the link."""
+
+    moment_prediction = True
+    numeric_targets = True
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """None: moments need no link."""
+        return ()
+
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """E[y], `[B, C]`, whatever the link."""
+        return mean_of(self.target.summary(self, mean, covariance, link, n_samples, generator))

@@ -21,12 +21,9 @@ from laplace.core.gaussian import sample_moments
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.base import Likelihood, MomentLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
-from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
-from laplace.likelihoods.outputs import Density
-from laplace.likelihoods.points import Points, column, stretched
-from laplace.likelihoods.target import Score, Summary
+from laplace.likelihoods.targets import MomentTarget, Points, Score, Summary, TargetMoments, column, stretched
 
 _EXPONENTIAL = -40.0
 """Below it softplus(s) is exp(s) to the last digit of float64."""
@@ -170,18 +167,18 @@ class NoisyRealTarget(MomentTarget):
     def scores(self) -> Mapping[str, Score]:
         return {"nll": self.nll, "crps": self.crps, "entropy": self.predictive_entropy}
 
-    def nll(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+    def nll(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """−Σ_c log p(y_c), by quadrature over s_c, given which y_c is Gaussian; without latents that of its moments."""
         mean, covariance = _pair(summary)
         if covariance.ndim == mean.ndim:
             return scores.gaussian_nll(mean, covariance, y)
         return -_Pairs.of(mean, covariance).log_density(widened(y)).sum(-1).to(mean)
 
-    def crps(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+    def crps(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """Continuous ranked probability scores of Gaussians with the moments of y, summed over outputs."""
         return scores.gaussian_crps(*_moments(summary), y)
 
-    def predictive_entropy(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+    def predictive_entropy(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """Differential entropy of Gaussians with the moments of y."""
         return scores.gaussian_entropy(_moments(summary)[1])
 
@@ -191,7 +188,7 @@ class NoisyRealTarget(MomentTarget):
             return mean, covariance.to(mean.dtype)
         return super()._summary_without_link(mean, covariance, for_scores=False)
 
-    def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
+    def summary_of_samples(self, likelihood: Likelihood, samples: Tensor, *, for_scores: bool = False) -> Summary:
         """The same of samples; their outputs have the covariances of the samples."""
         if not for_scores:
             return super().summary_of_samples(likelihood, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributions
@@ -13,15 +14,15 @@ from laplace.core.checks import require
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import poisson
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.base import Likelihood, MomentLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
-from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
-from laplace.likelihoods.outputs import Density, Mixture
-from laplace.likelihoods.points import stretched
-from laplace.likelihoods.target import Score, Summary, mean_of, variance_of
+from laplace.likelihoods.targets import MomentTarget, Score, Summary, TargetMoments, mean_of, stretched, variance_of
 
 _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
+
+if TYPE_CHECKING:
+    from laplace.predictive.posterior_outputs import MixedOutputs
 
 
 def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
@@ -50,7 +51,7 @@ class CountTarget(MomentTarget):
     def scores(self) -> Mapping[str, Score]:
         return {"nll": self.nll}
 
-    def nll(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+    def nll(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """−Σ_c log ∫ Poisson(y_c; exp(f)) p(f) df of Gaussian latents; of moments of y that of `predictive_nll`."""
         if not isinstance(summary, tuple) or summary[1].ndim == summary[0].ndim:
             return likelihood.predictive_nll(mean_of(summary), variance_of(summary), y, sigma)
@@ -65,7 +66,7 @@ class CountTarget(MomentTarget):
         whole = covariance.ndim > mean.ndim
         return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
-    def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of y, by samples; of the rate exp(f) without noise, which carries quantiles of f over."""
         if observation_noise or rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
-from laplace.likelihoods.decomposition import Decomposition
-from laplace.likelihoods.label_targets import ClassTarget
 from laplace.likelihoods.links import softmax
-from laplace.likelihoods.outputs import Mixture
 from laplace.likelihoods.softmax import SoftmaxLikelihood
-from laplace.likelihoods.target import Target
+from laplace.likelihoods.targets import ClassTarget, Decomposition, Target
+
+if TYPE_CHECKING:
+    from laplace.predictive.posterior_outputs import MixedOutputs
 
 
 class RewardTarget(Target):
@@ -22,7 +23,7 @@ class RewardTarget(Target):
 
     subject = "single rewards"
 
-    def decomposition(self, rows: Mixture) -> Decomposition:
+    def decomposition(self, rows: MixedOutputs) -> Decomposition:
         self.refuse("decomposition", rows.likelihood)
 
 
@@ -31,7 +32,7 @@ class PreferenceTarget(ClassTarget):
 
     labels_vary = False
 
-    def of(self, rows: Mixture) -> Target:
+    def of(self, rows: MixedOutputs) -> Target:
         return RewardTarget() if rows.latent_mean.shape[1] == 1 else self
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -11,10 +13,153 @@ from torch.nn import functional
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
+from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import snapped
-from laplace.likelihoods.labels import Labels, labels_of
 from laplace.likelihoods.targets import TARGETS
+
+
+class Labels(ABC):
+    """Labels of a batch, as a cross-entropy reads them."""
+
+    class_weights: Tensor | None
+
+    @property
+    @abstractmethod
+    def counts(self) -> Tensor:
+        """True for data whose label is not ignored, `[B]`."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Tensor | None:
+        """Number of times that every datum counts by its class, `[B]`, 0 for ignored ones; None for once."""
+
+    @abstractmethod
+    def loss(self, f: Tensor) -> Tensor:
+        """Cross-entropy of softmax(f) summed over the data, 0-dim."""
+
+    @abstractmethod
+    def gradient(self, f: Tensor) -> Tensor:
+        """Gradient of the cross-entropy of every datum, `[B, C]`."""
+
+    @abstractmethod
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        """−log of the probabilities `[B, C]` at the labels, `[B]`; NaN for ignored ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class HardLabels(Labels):
+    """Indices of classes.
+
+    Attributes:
+        y: Checked labels, `[B]`, int64.
+        ignore_index: Label of data to be ignored, or None.
+        class_weights: How often data of each class count, `[C]`; None for once.
+    """
+
+    y: Tensor
+    ignore_index: int | None
+    class_weights: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        return torch.ones_like(self.y, dtype=torch.bool) if self.ignore_index is None else self.y != self.ignore_index
+
+    @property
+    def weights(self) -> Tensor | None:
+        if self.class_weights is None:
+            return None
+        return torch.where(self.counts, self.class_weights[self._indices.squeeze(1)], 0.0)
+
+    def loss(self, f: Tensor) -> Tensor:
+        # cross_entropy insists on an ignored label; checked labels without ignore_index are never negative.
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        weight = None if self.class_weights is None else self.class_weights.to(f)
+        return functional.cross_entropy(f, self.y, weight, reduction="sum", ignore_index=ignored)
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """softmax(f) − e_y; zero for ignored labels."""
+        counts = self.counts.unsqueeze(1)
+        # −(1 − p_y) as minus the sum of the others keeps its digits where p_y rounds to 1.
+        others = torch.softmax(f, 1).scatter(1, self._indices, 0.0)
+        full = others.scatter(1, self._indices, -others.sum(1, keepdim=True))
+        return _times(torch.where(counts, full, 0.0), self.weights)
+
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        chosen = probabilities.gather(1, self._indices).squeeze(1)
+        return torch.where(self.counts, -_log(chosen), torch.nan)
+
+    @property
+    def _indices(self) -> Tensor:
+        """Classes to read at, `[B, 1]`: any for ignored labels."""
+        return torch.where(self.counts, self.y, 0).unsqueeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftLabels(Labels):
+    """Probabilities of classes: one-hot rows, mixed or smoothed labels, a teacher's predictions.
+
+    Loss and score are the expectations of those of a label that is drawn with these probabilities. With weights of
+    classes the loss is −Σ_c w_c q_c log p_c: that of the probabilities w_c q_c / w, which count w = Σ_c w_c q_c times.
+
+    Attributes:
+        q: Checked rows, `[B, C]`, at least 0, sums 1.
+        class_weights: How often data of each class count, `[C]`; None for once.
+    """
+
+    q: Tensor
+    class_weights: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        return self.q.new_ones(len(self.q), dtype=torch.bool)
+
+    @property
+    def weights(self) -> Tensor | None:
+        return None if self.class_weights is None else self.q @ self.class_weights.to(self.q)
+
+    @property
+    def _weighed(self) -> Tensor:
+        """Rows w_c q_c."""
+        return self.q if self.class_weights is None else self.q * self.class_weights.to(self.q)
+
+    def loss(self, f: Tensor) -> Tensor:
+        return functional.cross_entropy(f, self._weighed, reduction="sum")
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """softmax(f) − q, as p_c Σ_{j≠c} q_j − q_c Σ_{j≠c} p_j, which keeps its digits where p_c and q_c round to 1."""
+        p, q = torch.softmax(f, 1), self._weighed
+        return p * _sum_of_others(q) - q * _sum_of_others(p)
+
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        return -(self.q * _log(probabilities)).sum(1)
+
+
+def classes_of(y: Tensor, likelihood: Likelihood) -> Tensor | None:
+    """Most probable classes of soft labels, `[B]`, for readers of indices; None of all other targets."""
+    return y.argmax(1) if likelihood.class_targets and y.ndim > 1 else None
+
+
+def labels_of(y: Tensor, ignore_index: int | None, class_weights: Tensor | None = None) -> Labels:
+    """The labels of checked targets, `[B]` or `[B, C]`, of classes with weights `[C]`; None for ones."""
+    return HardLabels(y, ignore_index, class_weights) if y.ndim == 1 else SoftLabels(y, class_weights)
+
+
+def _times(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows `[B, C]` times weights `[B]`; None for ones."""
+    return rows if weights is None else rows * weights.to(rows).unsqueeze(1)
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    """Logarithms of probabilities, of which one that underflowed counts as the smallest normal number."""
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+
+
+def _sum_of_others(rows: Tensor) -> Tensor:
+    """Σ_{j≠c} x_j of rows `[B, C]` that are at least 0: no entry is subtracted from a sum that holds it."""
+    nothing = torch.zeros_like(rows[:, :1])
+    before = torch.cat([nothing, rows[:, :-1]], 1).cumsum(1)
+    after = torch.cat([nothing, rows.flip(1)[:, :-1]], 1).cumsum(1).flip(1)
+    return before + after
 
 
 class SoftmaxLikelihood(NoiseFreeLikelihood):

@@ -30,7 +30,7 @@ from laplace.fitting import FirstPass, Fit, ReadOptions, Resumable, planning, su
 from laplace.fitting.content import Content, ContentReader
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
-from laplace.likelihoods.logits import require_logits, warn_of_sigmoid
+from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network.misfits import called, noticing_swap
 from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
 from laplace.network.spread import require_whole

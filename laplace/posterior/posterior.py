@@ -28,7 +28,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.content import Content
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.recovered import Loss
+from laplace.likelihoods.loss_adapter import Loss
 from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
 from laplace.network.watch import Fingerprint, ModelWatch, Witness

@@ -14,9 +14,8 @@ from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.decomposition import Decomposition
 from laplace.likelihoods.links import LINKS
-from laplace.likelihoods.target import Target
+from laplace.likelihoods.targets import Decomposition, Target
 from laplace.network.model_guard import autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
 from laplace.predictive.options import PredictionOptions

@@ -13,8 +13,7 @@ from laplace.core.distributions import mixture_of, normal_of
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import in_users_layout, unrolled
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.decomposition import Decomposition
-from laplace.likelihoods.target import Target
+from laplace.likelihoods.targets import Decomposition, Target
 from laplace.network.model_guard import autograd_mode
 from laplace.predictive.posterior_outputs import MixedOutputs, PosteriorOutputs, lazy
 

@@ -17,7 +17,7 @@ from laplace.core.checks import named
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import outputs
 from laplace.enums import PredType
-from laplace.likelihoods.target import Summary
+from laplace.likelihoods.targets import Summary
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs

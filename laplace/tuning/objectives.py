@@ -16,14 +16,13 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.outputs import Density
-from laplace.likelihoods.target import Score, Summary, mean_of, variance_of
+from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of
 from laplace.metrics import RunningMetric, accepted_by
 
 Prediction = Summary
 
 
-def negative_log_density(likelihood: Density, prediction: Prediction, y: Tensor, sigma: Tensor) -> Tensor:
+def negative_log_density(likelihood: Likelihood, prediction: Prediction, y: Tensor, sigma: Tensor) -> Tensor:
     """−log p(y | x, D), in nats: of every likelihood that defines `predictive_nll`."""
     mean, variance = mean_of(prediction), variance_of(prediction)
     if mean.ndim == 2:

@@ -12,9 +12,10 @@ from torch.distributions import Dirichlet, MultivariateNormal
 from laplace.core.gaussian import Gaussian
 from laplace.core.scores import binary_entropy, class_entropy
 from laplace.errors import ApproximationWarning
-from laplace.likelihoods import Bernoulli, decomposition
+from laplace.likelihoods import Bernoulli
+from laplace.likelihoods import targets as decomposition
 from laplace.likelihoods.links import delta, delta_elementwise, log_concentrations
-from laplace.likelihoods.points import Points
+from laplace.likelihoods.targets import Points
 from tests.reference import decomposition as reference
 from tests.reference.compare import assert_close
 

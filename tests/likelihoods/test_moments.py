@@ -12,10 +12,11 @@ from torch.distributions import MultivariateNormal, Normal
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods import Heteroscedastic, Poisson
+from laplace.likelihoods.base import MomentLikelihood
 from laplace.likelihoods.heteroscedastic import natural_moments
 from laplace.likelihoods.links import LINKS
-from laplace.likelihoods.moment_target import MomentLikelihood, TargetMoments
 from laplace.likelihoods.poisson import log_normal_moments
+from laplace.likelihoods.targets import TargetMoments
 from laplace.metrics import gaussian_crps
 from laplace.tuning.objectives import find_score
 from tests import grid

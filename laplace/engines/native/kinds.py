@@ -29,8 +29,8 @@ from laplace.engines.sinks import BatchForm, BlockSink, BlockSource, DiagSink, P
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.observed import Observed
 from laplace.likelihoods.output_hessian import OutputHessian, columns_of
+from laplace.likelihoods.weighted_targets import Observed
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.each import for_each
+from laplace.likelihoods.checks import for_each
 from laplace.likelihoods.output_hessian import OutputHessian
 
 
