@@ -34,7 +34,7 @@ from laplace.function_space.posteriors import (
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Curvature
-from laplace.structures.damping import DampingForm
+from laplace.structures.kron import DampingForm
 from laplace.weights import Weights
 
 @dataclass(frozen=True)
