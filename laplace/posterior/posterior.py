@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
 from laplace.network.watch import Fingerprint, ModelWatch, Witness
 from laplace.posterior.calibration import Calibration
-from laplace.predictive.options import PredictiveNames
 from laplace.structures.algebra import SignedOptions
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.by_hand import ByHand
@@ -41,6 +40,9 @@ from laplace.structures.draws import drawn
 from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
+
+if TYPE_CHECKING:
+    from laplace.predictive.options import PredictiveNames
 
 # How a posterior is made.
 
@@ -618,12 +620,14 @@ class Posterior:
 
     @property
     def backend(self) -> CurvatureInterface:
+        """The curvature backend as users call it."""
         if self.cache.backend is None:
             self.cache.backend = self.choices.backend(self.weights, self.problem)
         return self.cache.backend
 
     @property
     def engine(self) -> CurvatureEngine:
+        """The engine of Jacobians and curvature."""
         if self.cache.engine is None:
             self.cache.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
         return self.cache.engine

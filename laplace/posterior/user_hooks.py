@@ -24,24 +24,19 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.gaussian import Gaussian, covariance_root
+from laplace.core.gaussian import covariance_root
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden, overridden
-from laplace.core.positions import OutputRows, rows_of
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.user_backend import summarised, users_call
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.enums import PredType
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
-from laplace.predictive.latent import GaussianSource
-from laplace.predictive.options import PredictionOptions
-from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
 from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass, Precision
 from laplace.structures.by_hand import AnyByHand
@@ -138,15 +133,31 @@ class UsersPosterior(Posterior):
     def _users_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
         n_params, weights = self.problem.layout.n_params, self.weights
         with self.as_user_object() as la:
-            samples = _seeded(la.sample, generator)(n_samples)
+            samples = seeded(la.sample, generator)(n_samples)
             if not isinstance(samples, Tensor) or samples.ndim != 2 or len(samples) != n_samples:
-                raise _wrong_shape(la, "sample", samples, f"[{n_samples}, P]")
+                raise wrong_shape(la, "sample", samples, f"[{n_samples}, P]")
             samples = samples.to(la.mean)
             if samples.shape[1] != n_params:  # of a subnetwork: of all trainable parameters
                 samples = torch.stack([weights.restrict_prior(sample) for sample in samples])
             if samples.shape[1] != n_params:
-                raise _wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {n_params}")
+                raise wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {n_params}")
         return samples
+
+
+def seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:
+    """A user's method with a source of randomness: as an argument if it takes one, else as the global seed."""
+    if generator is None:
+        return method
+    known = inspect.signature(method).parameters.values()
+    if any(p.name == "generator" or p.kind is p.VAR_KEYWORD for p in known):
+        return partial(method, generator=generator)
+
+    def with_seed(*args: Any, **options: Any) -> Any:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(drawn_seed(generator))
+            return method(*args, **options)
+
+    return with_seed
 
 
 def with_users_members(posterior: Posterior, la: Any) -> Posterior:
@@ -310,7 +321,7 @@ def precision_of_moment(la: Any, name: str) -> Precision:
     square = name == "posterior_covariance"
     accepted = ((n, n),) if square else ((n,),) if name == "posterior_variance" else ((n, n), (n,))
     if not isinstance(value, Tensor) or tuple(value.shape) not in accepted:
-        raise _wrong_shape(la, name, value, " or ".join(str(list(shape)) for shape in accepted))
+        raise wrong_shape(la, name, value, " or ".join(str(list(shape)) for shape in accepted))
     value = value.to(posterior.hypers.dtype)
     if name == "posterior_scale":
         return FixedRootPrecision(value)
@@ -350,98 +361,14 @@ def require_positive(la: Any, name: str, value: Tensor) -> Tensor:
 def require_shape(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     """The value that a user's member gave, if it is a tensor of this shape (`InvalidArgument`)."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        raise _wrong_shape(la, name, value, str(list(shape)))
+        raise wrong_shape(la, name, value, str(list(shape)))
     return value
 
 
-def _wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
+def wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
+    """The error of a user's member that gave something else than expected."""
     given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")
-
-
-# Predictions at given inputs.
-
-
-def users_outputs(
-    posterior: Posterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
-) -> PosteriorOutputs:
-    """The library's prediction `rows` with users' own samples, and their own variances of the linearised outputs."""
-    source = rows.source
-    if isinstance(source, GaussianSource) and posterior.overrides("functional_variance_fast"):
-        source = _UsersVariances(posterior, source, x)
-    samples = {
-        name: users_samples(posterior, name, x, kind, rows.options, model_kwargs)
-        for name in ("functional_samples", "predictive_samples")
-        if posterior.overrides(name)
-    }
-    own = OwnSamples(samples.get("functional_samples"), samples.get("predictive_samples"))
-    return replace(rows, source=source, own=own)
-
-
-def users_samples(
-    posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictionOptions, model_kwargs: dict[str, Any]
-) -> Draw:
-    """A user's own `functional_samples` or `predictive_samples` at x; `asked` is the form of the covariance."""
-    options = dict(model_kwargs)
-    # What has its default value is not passed on: a user's method need not know it.
-    if kind != PredType.NN:
-        options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[asked.form]
-        options |= {} if asked.group_size is None else {"group_size": asked.group_size}
-    pred_type = posterior.choices.pred_types.name(kind)
-
-    def draw(n: int, generator: torch.Generator | None) -> OutputRows:
-        with posterior.as_user_object() as la:
-            samples = _seeded(getattr(la, name), generator)(x, pred_type=pred_type, n_samples=n, **options)
-            if not isinstance(samples, Tensor) or samples.ndim < 3 or len(samples) != n:
-                raise _wrong_shape(la, name, samples, f"[{n}, B, C]")
-        return rows_of(samples, posterior.channel_dim, 1)
-
-    return draw
-
-
-@dataclass(frozen=True, eq=False)
-class _UsersVariances(GaussianSource):
-    """Linearised outputs whose variances are those of a user's own `functional_variance_fast`."""
-
-    posterior: Posterior
-    source: GaussianSource
-    x: Inputs
-
-    @property
-    def create_graph(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.source.create_graph
-
-    def mean(self) -> OutputRows:
-        return self.source.mean()
-
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
-        if form != "diagonal":
-            return self.source.gaussian(form, wide=wide)
-        with self.posterior.as_user_object() as la:
-            moments = la.functional_variance_fast(self.x)
-            if not isinstance(moments, tuple) or len(moments) != 2 or moments[0].shape != moments[1].shape:
-                raise InvalidArgument(
-                    f"functional_variance_fast of class {type(la).__name__} must return mean and variances, [B, C] "
-                    "each."
-                )
-        mean, variance = (rows_of(part, self.posterior.channel_dim) for part in moments)
-        return Gaussian(mean.values, variance.values, mean.positions)
-
-
-def _seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:
-    """A user's method with a source of randomness: as an argument if it takes one, else as the global seed."""
-    if generator is None:
-        return method
-    known = inspect.signature(method).parameters.values()
-    if any(p.name == "generator" or p.kind is p.VAR_KEYWORD for p in known):
-        return partial(method, generator=generator)
-
-    def seeded(*args: Any, **options: Any) -> Any:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(drawn_seed(generator))
-            return method(*args, **options)
-
-    return seeded
 
 
 # Fits.
