@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +17,13 @@ from laplace.core.random_numbers import standard_normal
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
 
+if TYPE_CHECKING:
+    from laplace.refinement.process import KernelData
+    from laplace.refinement.weight_space import LinearData
+
 _HERMITE = 32
 _WIDE = 2.0
-"""Standard deviation of an output up to which `_HERMITE` points, about half of one apart, are as exact as needed."""
+"""Standard deviation of an output up to which `_HERMITE` points, half of one from each other, are exact enough."""
 _REACH = 8.0
 _MOST = 513
 
@@ -29,7 +33,7 @@ class Smoothing:
     """Points of a standard normal with weights: the same for all data, so that results depend on no order.
 
     Where the likelihood acts on every output alone one dimension is enough: Gauss–Hermite points, or, for outputs with
-    a large standard deviation, those of the trapezoidal rule, one unit of f apart. With the poles of a sigmoid at ±iπ
+    a large standard deviation, those of the trapezoidal rule at steps of one unit of f. With a sigmoid's poles at ±iπ
     its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers, scaled to second
     moments of 1.
 
@@ -136,10 +140,7 @@ class Smoothing:
 
 
 def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Points `[S, 1]` and weights `[S]` of a standard normal, for functions of f with a standard deviation up to this.
-
-    Beyond a standard deviation of 32 the points are further apart than one unit of f, by their ratio.
-    """
+    """Points `[S, 1]` and weights `[S]` of a standard normal; above `widest` = 32 steps exceed one unit of f."""
     if widest <= _WIDE:
         nodes, masses = np.polynomial.hermite_e.hermegauss(_HERMITE)
         masses = masses / math.sqrt(2 * math.pi)
@@ -153,47 +154,7 @@ def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
-"""Of no Gaussian: the functions themselves."""
-
-
-class Outputs(Protocol):
-    """A batch."""
-
-    @property
-    def f(self) -> Tensor:
-        """Outputs of the linear model where its parameters are zero, `[B, C]`, float64."""
-        ...
-
-    @property
-    def y(self) -> Tensor:
-        """Checked targets."""
-        ...
-
-
-class Data(Protocol):
-    """Data as a linear model sees them, f + J v of parameters v `[n]`: for the linearised network, v = θ − θ*."""
-
-    @property
-    def batches(self) -> Sequence[Outputs]:
-        """All of them."""
-        ...
-
-    @property
-    def n_data(self) -> float:
-        """Number of data, without ignored ones."""
-        ...
-
-    def push(self, vector: Tensor) -> list[Tensor]:
-        """J v of every batch, `[B, C]` each."""
-        ...
-
-    def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
-        """Σ Jᵀ u over batches, `[n]`."""
-        ...
-
-    def curvature_product(self, inner: Sequence[OutputHessian], scale: Tensor, vector: Tensor) -> Tensor:
-        """Σ Jᵀ (scale · Λ) J v, `[n]`, with an output Hessian per batch."""
-        ...
+"""The values themselves, without an expectation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +165,7 @@ class LinearModel:
     bound that depends on the mean.
 
     Attributes:
-        data: The data.
+        data: The data as the model sees them: outputs where its parameters are zero, products with J and Jᵀ.
         likelihood: p(y | f).
         scale: 1/(σ²T), 0-dim or `[C]`.
         prior_precision: δ, `[P]`, float64.
@@ -213,7 +174,7 @@ class LinearModel:
         roots: A root of V for every batch, or None.
     """
 
-    data: Data
+    data: LinearData | KernelData
     likelihood: Likelihood
     scale: Tensor
     prior_precision: Tensor
@@ -222,7 +183,7 @@ class LinearModel:
     roots: Sequence[Tensor] | None = None
 
     @classmethod
-    def standard(cls, data: Data, likelihood: Likelihood, scale: Tensor, n: int) -> LinearModel:
+    def standard(cls, data: LinearData | KernelData, likelihood: Likelihood, scale: Tensor, n: int) -> LinearModel:
         """A model with n parameters and a standard normal prior."""
         zero = torch.zeros(n, dtype=data.batches[0].f.dtype, device=data.batches[0].f.device)
         return cls(data, likelihood, scale, torch.ones_like(zero), zero)
