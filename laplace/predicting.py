@@ -14,14 +14,14 @@ from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.core.output_choice import Given, OutputChoice
+from laplace.core.output_choice import Given
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
-from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
-from laplace.predictive.predict import PosteriorPredictor, Predictor, Request, check_group, form_of, is_loader
+from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames, PredictOptions
+from laplace.predictive.predict import PosteriorPredictor, Predictor, is_loader
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.structures.draws import drawn
 
@@ -75,10 +75,10 @@ class OutputSampling(ABC):
 
         For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021, equation 8).
         """
-        request = Request(
+        options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
         )
-        return self._predictor.functional_samples(x, request, **model_kwargs)
+        return self._predictor.functional_samples(x, options, **model_kwargs)
 
     @checked
     def predictive_samples(
@@ -99,10 +99,10 @@ class OutputSampling(ABC):
         They are the samples of `functional_samples` after softmax or sigmoid, with the same arguments and shapes.
         Reward modelling gives preference probabilities for pairs (C = 2) and rewards for single items.
         """
-        request = Request(
+        options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
         )
-        return self._predictor.predictive_samples(x, request, **model_kwargs)
+        return self._predictor.predictive_samples(x, options, **model_kwargs)
 
     @property
     @abstractmethod
@@ -158,10 +158,10 @@ class OutputSampling(ABC):
         """
         from laplace.tuning.comparing import compare
 
-        request = Request(
+        options = PredictOptions(
             pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
         )
-        return compare(self._predictor, self._group, loader, request, progress_bar=progress_bar)
+        return compare(self._predictor, self._group, loader, options, progress_bar=progress_bar)
 
     @checked
     def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
@@ -256,8 +256,10 @@ class Predicting(OutputSampling):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
-        return self._predictor.call(x, request, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
+        )
+        return self._predictor.call(x, options, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
 
     @overload
     def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
@@ -322,11 +324,13 @@ class Predicting(OutputSampling):
             ModelChangedError: The network was trained further after `fit`; also raised when a quantity is read.
             UnsupportedError: `local_reparameterization` without a diagonal posterior, or without `pred_type="nn"`.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
+        )
         more = {"local_reparameterization": local_reparameterization, **model_kwargs}
         if is_loader(x):
-            return self._predictor.stream(x, request, progress_bar=progress_bar, **more)
-        return self._predictor.predict(x, request, **more)
+            return self._predictor.stream(x, options, progress_bar=progress_bar, **more)
+        return self._predictor.predict(x, options, **more)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -393,17 +397,16 @@ class Predicting(OutputSampling):
             NotFittedError: Before `fit`.
             ModelChangedError: The network was trained further after `fit`.
         """
-        check_group(group_size, joint=joint)
+        options = PredictOptions(joint=joint, diagonal_output=diagonal_output, outputs=outputs, group_size=group_size)
         channel_dim = self._predictor.posterior.channel_dim
-        choice = OutputChoice.of(outputs, channel_dim)
-        gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output), choice, group_size)
+        gaussian = self._latent(x, options.for_network(channel_dim))
         with autograd_mode():
             return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the outputs f at X, `[B, C]` each: `predictive_moments(X, diagonal_output=True)`."""
-        gaussian = self._latent(X, "diagonal")
+        gaussian = self._latent(X, PredictOptions(diagonal_output=True))
         with autograd_mode():
             return laid_out(gaussian, self._predictor.posterior.channel_dim)
 
@@ -419,14 +422,12 @@ class Predicting(OutputSampling):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
-    def _latent(
-        self, x: Inputs, form: str, choice: OutputChoice | None = None, group_size: int | None = None
-    ) -> Gaussian:
-        """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+    def _latent(self, x: Inputs, options: PredictOptions) -> Gaussian:
+        """Gaussian of the linearised network's outputs, or of some."""
         predictor = self._predictor
-        source = predictor.linearised(x, choice, group_size)
+        source = predictor.linearised(x, options.choice, options.group_size)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
-            return source.gaussian(form)
+            return source.gaussian(options.form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)

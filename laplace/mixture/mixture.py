@@ -37,8 +37,8 @@ from laplace.mixture.posterior import MixturePosterior, MixturePredictor, choose
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling
-from laplace.predictive.options import check_options
-from laplace.predictive.predict import Request, is_loader
+from laplace.predictive.options import PredictOptions
+from laplace.predictive.predict import is_loader
 from laplace.predictive.prediction import Prediction
 from laplace.saving import Saved
 from laplace.structures.base import Curvature
@@ -139,8 +139,8 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
             InvalidArgument: An option is not accepted.
             ModelChangedError: A network was trained further after `fit`.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
-        return self._predictor.call(x, request, **options)
+        asked = PredictOptions(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        return self._predictor.call(x, asked, **options)
 
     @overload
     def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
@@ -175,10 +175,10 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         Arguments and errors are those of `ParametricLaplace.predict`. Every component draws `n_samples` samples.
         Weights π that are assigned later have no effect on the object.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        asked = PredictOptions(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
         if is_loader(x):
-            return self._predictor.stream(x, request, progress_bar=progress_bar, **options)
-        return self._predictor.predict(x, request, **options)
+            return self._predictor.stream(x, asked, progress_bar=progress_bar, **options)
+        return self._predictor.predict(x, asked, **options)
 
     def predictive(
         self, x: Inputs, pred_type: PredTypeName, link_approx: LinkName, n_samples: int
@@ -198,7 +198,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
             NotFittedError: Before `fit`.
             InvalidArgument: No samples.
         """
-        check_options(PredType.NN, None, n_samples, generator)
+        PredictOptions(PredType.NN, n_samples, generator=generator).kind()
         chosen = choose(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]

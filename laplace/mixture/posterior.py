@@ -37,9 +37,9 @@ from laplace.mixture.components import (
 )
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.sharding import refuse_sharded
-from laplace.predictive.options import WEIGHT_SPACE
+from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import MixedOutputs, mixed
-from laplace.predictive.predict import Predictor, Request, replayed
+from laplace.predictive.predict import Predictor, replayed
 from laplace.predictive.prediction import Prediction
 from laplace.structures.base import Curvature
 from laplace.tuning.group import log_mean_exp
@@ -88,21 +88,21 @@ class MixturePredictor(Predictor):
     def _channel_dim(self) -> int:
         return self.components[0].channel_dim
 
-    def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
+    def call(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Any:
         """Σ_k π_k p_k(y | x), or its first two moments."""
         _shared(more.get("outputs"))
-        predictions = [la(x, *_arguments(la, request), **more) for la in self.components]
+        predictions = [la(x, *_arguments(la, options), **more) for la in self.components]
         return mixed(predictions, self.weights, self._channel_dim)
 
-    def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
+    def predict(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Prediction:
         """One object over the outputs of all components."""
         _shared(more.get("outputs"))
-        predictions = [la.predict(x, *_arguments(la, request), **more) for la in self.components]
+        predictions = [la.predict(x, *_arguments(la, options), **more) for la in self.components]
         rows = tuple(outputs for prediction in predictions for outputs in prediction.rows.components)
-        draws = replayed(request.generator, self.weights.device)
+        draws = replayed(options.generator, self.weights.device)
 
         def choice() -> Tensor:
-            return choose(self.weights, request.n_samples, draws())
+            return choose(self.weights, options.n_samples, draws())
 
         return Prediction(MixedOutputs(rows, self.weights, choice), self._channel_dim)
 
@@ -112,47 +112,47 @@ class MixturePredictor(Predictor):
             refuse_sharded(la.snapshot(), what)
             la.fitted()
 
-    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of its outputs."""
-        chosen = _shared(request.outputs) | _groups(request)
+        chosen = _shared(options.outputs) | _groups(options)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
-            return la.functional_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
+            return la.functional_samples(x, *_sampling_arguments(options, n_samples), **chosen, **model_kwargs)
 
-        return self._drawn(draw, request)
+        return self._drawn(draw, options)
 
-    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def predictive_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of the mean of its target."""
-        chosen = _shared(request.outputs) | _groups(request)
+        chosen = _shared(options.outputs) | _groups(options)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
-            return la.predictive_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
+            return la.predictive_samples(x, *_sampling_arguments(options, n_samples), **chosen, **model_kwargs)
 
-        return self._drawn(draw, request)
+        return self._drawn(draw, options)
 
-    def _drawn(self, draw: Callable[[ParametricLaplace, int], Tensor], request: Request) -> Tensor:
+    def _drawn(self, draw: Callable[[ParametricLaplace, int], Tensor], options: PredictOptions) -> Tensor:
         """Samples `[S, …]`, each of a component by its weight."""
-        request.kind(WEIGHT_SPACE)
-        chosen = choose(self.weights, request.n_samples, request.generator)
+        options.kind()
+        chosen = choose(self.weights, options.n_samples, options.generator)
         return in_order([partial(draw, la) for la in self.components], chosen)
 
 
-def _arguments(la: ParametricLaplace, request: Request) -> tuple[Any, ...]:
+def _arguments(la: ParametricLaplace, options: PredictOptions) -> tuple[Any, ...]:
     """Arguments of `la(x, ...)`: a posterior over functions has a name of its own for the linearised predictive."""
-    linearised = str(request.pred_type) == PredType.GLM
+    linearised = str(options.pred_type) == PredType.GLM
     return (
-        la.pred_types.name(PredType.GLM) if linearised else request.pred_type,
-        request.joint,
-        request.link_approx,
-        request.n_samples,
-        request.diagonal_output,
-        request.generator,
+        la.pred_types.name(PredType.GLM) if linearised else options.pred_type,
+        options.joint,
+        options.link_approx,
+        options.n_samples,
+        options.diagonal_output,
+        options.generator,
     )
 
 
-def _groups(request: Request) -> dict[str, Any]:
+def _groups(options: PredictOptions) -> dict[str, Any]:
     """Groups of inputs as an argument of all components, which is not passed on where there are none."""
-    return {} if request.group_size is None else {"group_size": request.group_size}
+    return {} if options.group_size is None else {"group_size": options.group_size}
 
 
 def _shared(outputs: Given) -> dict[str, Given]:
@@ -169,8 +169,8 @@ def _shared(outputs: Given) -> dict[str, Given]:
     return {} if outputs is None else {"outputs": outputs}
 
 
-def _sampling_arguments(request: Request, n_samples: int) -> tuple[Any, ...]:
-    return request.pred_type, n_samples, request.diagonal_output, request.generator, request.joint
+def _sampling_arguments(options: PredictOptions, n_samples: int) -> tuple[Any, ...]:
+    return options.pred_type, n_samples, options.diagonal_output, options.generator, options.joint
 
 
 class MixturePosterior(CheckedConstructor):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import hint
-from laplace.core.output_choice import OutputChoice
+from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
-from laplace.enums import PredType
+from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidCall
 from laplace.likelihoods.links import LINKS
 
@@ -56,54 +56,70 @@ FUNCTION_SPACE = PredictiveNames(
 )
 
 
-@dataclass(frozen=True)
-class PredictionOptions:
-    """Options of a prediction.
+@dataclass(frozen=True, eq=False)
+class PredictOptions:
+    """Options of a prediction, as users give them.
 
     Attributes:
-        link: How latents become probabilities.
-        n_samples: Monte-Carlo samples.
-        form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
-        choice: Which outputs; None for all.
-        group_size: Inputs of a group, within which a joint covariance is; None for all.
-    """
-
-    link: str = "probit"
-    n_samples: int = 100
-    form: str = "full"
-    choice: OutputChoice | None = None
-    group_size: int | None = None
-
-
-def check_options(
-    pred_type: PredType | str,
-    link_approx: str | None,
-    n_samples: int,
-    generator: torch.Generator | None,
-    names: PredictiveNames = WEIGHT_SPACE,
-) -> PredType:
-    """Validates what a prediction was asked for.
-
-    Args:
         pred_type: Name of the predictive.
-        link_approx: Name of the link, or None where there is none.
-        n_samples: Number of samples.
-        generator: Source of randomness.
-        names: Names of predictives that the posterior knows.
-
-    Returns:
-        Linearised or sampled.
-
-    Raises:
-        InvalidArgument: Unknown predictive or link, or no samples.
-        InvalidType: The generator is no `torch.Generator`.
+        n_samples: Monte-Carlo samples.
+        diagonal_output: Only variances of the outputs.
+        generator: Source of randomness; None for the global one.
+        joint: Covariance over all inputs.
+        link_approx: Name of the link; None for samples, which need none.
+        outputs: Which outputs; None for all.
+        group_size: Inputs of a group, within which a joint covariance is; None for all.
+        choice: `outputs` as rows of the network read them, after `for_network`.
     """
-    kind = names.kind(pred_type)
-    if link_approx is not None and str(link_approx) not in LINKS:
-        raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
-    check_generator(generator)
-    check_counts(n_samples=n_samples)
-    return kind
+
+    pred_type: PredType | str = PredType.GLM
+    n_samples: int = 100
+    diagonal_output: bool = False
+    generator: torch.Generator | None = None
+    joint: bool = False
+    link_approx: LinkApprox | str | None = None
+    outputs: Given = None
+    group_size: int | None = None
+    choice: OutputChoice | None = None
+
+    @property
+    def form(self) -> str:
+        """Covariance of the latents: `"joint"`, `"diagonal"` or `"full"`."""
+        return "joint" if self.joint else "diagonal" if self.diagonal_output else "full"
+
+    @property
+    def link(self) -> str:
+        """Name of the link by which latents become probabilities."""
+        return str(self.link_approx or LinkApprox.PROBIT)
+
+    def kind(self, names: PredictiveNames = WEIGHT_SPACE) -> PredType:
+        """The predictive, linearised or sampled, after the options were checked.
+
+        Raises:
+            InvalidArgument: Unknown predictive or link, or no samples.
+            InvalidType: The generator is no `torch.Generator`.
+        """
+        kind = names.kind(self.pred_type)
+        if self.link_approx is not None and str(self.link_approx) not in LINKS:
+            raise InvalidArgument(f"link_approx={str(self.link_approx)!r}; accepted are {list(LINKS)}.")
+        check_generator(self.generator)
+        check_counts(n_samples=self.n_samples)
+        return kind
+
+    def for_network(self, channel_dim: int) -> PredictOptions:
+        """The options with the outputs of a network that has its channels in `channel_dim`.
+
+        Raises:
+            InvalidType: Outputs that are no integers.
+            InvalidArgument: No outputs; or groups without `joint`, or of no inputs.
+        """
+        if self.group_size is not None:
+            check_counts(group_size=self.group_size)
+            if not self.joint:
+                raise InvalidArgument(
+                    f"group_size={self.group_size} says which inputs are joint; give joint=True with it."
+                )
+        return replace(self, choice=OutputChoice.of(self.outputs, channel_dim))
 
 
 _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs", "group_size")

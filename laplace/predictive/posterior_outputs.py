@@ -18,7 +18,7 @@ from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.targets import Decomposition, Target
 from laplace.network.model_guard import autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
-from laplace.predictive.options import PredictionOptions
+from laplace.predictive.options import PredictOptions
 
 Prediction = Tensor | tuple[Tensor, Tensor]
 
@@ -186,7 +186,7 @@ class PosteriorOutputs:
     source: GaussianSource | SampleSource
     likelihood: Likelihood
     sigma_noise: Tensor
-    options: PredictionOptions
+    options: PredictOptions
     draws: Draws
     own: OwnSamples = OwnSamples()
 
@@ -372,7 +372,7 @@ class MixedOutputs:
         return cls((outputs,), torch.ones(1), lambda: torch.zeros(outputs.n_samples, dtype=torch.long))
 
     @property
-    def options(self) -> PredictionOptions:
+    def options(self) -> PredictOptions:
         """Link, samples and form, of all components."""
         return self.components[0].options
 

@@ -14,93 +14,27 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import checks
-from laplace.core.argument_checks import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.gaussian import Gaussian
-from laplace.core.output_choice import Given, OutputChoice
+from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import PREDICTIONS
 from laplace.core.positions import OutputRows, in_users_layout, rows_of, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import drawn_seed
-from laplace.enums import LinkApprox, PredType
+from laplace.enums import PredType
 from laplace.errors import ApproximationWarning, GradientWarning, InvalidArgument, UnsupportedError, warn
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
 from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
-from laplace.predictive.options import PredictiveNames, check_model_kwargs, check_options, refuse_model_kwargs
-from laplace.predictive.posterior_outputs import Draw, Draws, OwnSamples, PosteriorOutputs, PredictionOptions
+from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
+from laplace.predictive.posterior_outputs import Draw, Draws, OwnSamples, PosteriorOutputs
 from laplace.predictive.prediction import Prediction, laid_out
 
 if TYPE_CHECKING:
     from laplace.predictive.sampled import SampledOutputs
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """Options of a prediction as users give them.
-
-    Attributes:
-        pred_type: Name of the predictive.
-        n_samples: Monte-Carlo samples.
-        diagonal_output: Only variances of the outputs.
-        generator: Source of randomness; None for the global one.
-        joint: Covariance over all inputs.
-        link_approx: Name of the link; None for samples, which need none.
-        outputs: Which outputs; None for all.
-        group_size: Inputs of a group, within which a joint covariance is; None for all.
-    """
-
-    pred_type: PredType | str
-    n_samples: int
-    diagonal_output: bool
-    generator: torch.Generator | None
-    joint: bool
-    link_approx: LinkApprox | str | None = None
-    outputs: Given = None
-    group_size: int | None = None
-
-    def kind(self, names: PredictiveNames) -> PredType:
-        """The predictive, linearised or sampled, by the names that a posterior has.
-
-        Raises:
-            InvalidArgument: Unknown predictive or link, or no samples.
-            InvalidType: The generator is no `torch.Generator`.
-        """
-        return check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
-
-    def options(self, channel_dim: int) -> PredictionOptions:
-        """Link, samples, form, and which outputs of a network that has its channels in `channel_dim`.
-
-        Raises:
-            InvalidType: Outputs that are no integers.
-            InvalidArgument: No outputs; or groups without `joint`, or of no inputs.
-        """
-        check_group(self.group_size, joint=self.joint)
-        form = form_of(joint=self.joint, diagonal_output=self.diagonal_output)
-        choice = OutputChoice.of(self.outputs, channel_dim)
-        link = str(self.link_approx or LinkApprox.PROBIT)
-        return PredictionOptions(link, self.n_samples, form, choice, self.group_size)
-
-
-def form_of(*, joint: bool, diagonal_output: bool) -> str:
-    """The covariance of the latents that was asked for: `"joint"`, `"diagonal"` or `"full"`."""
-    return "joint" if joint else "diagonal" if diagonal_output else "full"
-
-
-def check_group(group_size: int | None, *, joint: bool) -> None:
-    """Refuses groups of inputs where no joint covariance was asked for, and of no inputs.
-
-    Raises:
-        InvalidArgument: They are.
-    """
-    if group_size is None:
-        return
-    check_counts(group_size=group_size)
-    if not joint:
-        raise InvalidArgument(f"group_size={group_size} says which inputs are joint; give joint=True with it.")
 
 
 def is_loader(x: Any) -> bool:
@@ -120,46 +54,46 @@ class Predictor(ABC):
     """
 
     @abstractmethod
-    def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
+    def call(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Any:
         """Value of `la(x, ...)`."""
 
     @abstractmethod
-    def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
+    def predict(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Prediction:
         """Value of `la.predict(x, ...)`."""
 
     def stream(
-        self, loader: Iterable[Any], request: Request, /, *, progress_bar: bool = False, **more: Any
+        self, loader: Iterable[Any], options: PredictOptions, /, *, progress_bar: bool = False, **more: Any
     ) -> Iterator[Prediction]:
         """`predict` of the inputs of every batch of a loader, when it is asked for; nothing is kept of former ones.
 
         Raises:
             InvalidArgument: Results over all inputs together, or outputs for every row, which only one batch can have.
         """
-        if request.joint:
+        if options.joint:
             raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
-        if isinstance(request.outputs, Tensor) and request.outputs.ndim > 1:
+        if isinstance(options.outputs, Tensor) and options.outputs.ndim > 1:
             raise InvalidArgument(
                 "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
             )
-        return self._streamed(loader, request, DataBar("predict", loader, shown=progress_bar), more)
+        return self._streamed(loader, options, DataBar("predict", loader, shown=progress_bar), more)
 
     def _streamed(
-        self, loader: Iterable[Any], request: Request, bar: DataBar, more: dict[str, Any]
+        self, loader: Iterable[Any], options: PredictOptions, bar: DataBar, more: dict[str, Any]
     ) -> Iterator[Prediction]:
         for number, batch in enumerate(loader):
             with named(f"batch {number}"):
                 x = batches.inputs(batch)
-                prediction = self.predict(x, request, **more)
+                prediction = self.predict(x, options, **more)
             yield prediction
             bar.add(batches.size(x, ""))
         bar.close()
 
     @abstractmethod
-    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """Value of `la.functional_samples(x, ...)`."""
 
     @abstractmethod
-    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def predictive_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """Value of `la.predictive_samples(x, ...)`."""
 
     @abstractmethod
@@ -195,7 +129,7 @@ class PosteriorPredictor(Predictor):
     def call(
         self,
         x: Inputs,
-        request: Request,
+        options: PredictOptions,
         /,
         *,
         fitting: bool = False,
@@ -204,12 +138,12 @@ class PosteriorPredictor(Predictor):
     ) -> Any:
         """Means, with variances where the likelihood has them, in the shape of the network's outputs."""
         posterior = self.posterior
-        likelihood, channel_dim, kind = posterior.likelihood, posterior.channel_dim, self._kind(request)
+        likelihood, channel_dim, kind = posterior.likelihood, posterior.channel_dim, self._kind(options)
         if observation_noise and not likelihood.has_noise:
             raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
         if kind == PredType.NN:
-            request = replace(request, joint=False, diagonal_output=True)
-        rows = self._predicted(x, kind, self._options(request), lambda: request.generator, model_kwargs)
+            options = replace(options, joint=False, diagonal_output=True)
+        rows = self._predicted(x, kind, self._for_network(options), lambda: options.generator, model_kwargs)
         prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
             return prediction.mean, prediction.variance
@@ -218,15 +152,15 @@ class PosteriorPredictor(Predictor):
         gaussian = prediction.latent
         if observation_noise:
             gaussian = gaussian.plus_noise(prediction.sigma_noise)
-        return laid_out(gaussian, channel_dim, joint=request.joint)
+        return laid_out(gaussian, channel_dim, joint=options.joint)
 
     def predict(
-        self, x: Inputs, request: Request, /, *, local_reparameterization: bool = False, **model_kwargs: Any
+        self, x: Inputs, options: PredictOptions, /, *, local_reparameterization: bool = False, **model_kwargs: Any
     ) -> Prediction:
         """One object; each of its quantities is computed when it is first read."""
-        kind, options, posterior = self._kind(request), self._options(request), self.posterior
+        kind, options, posterior = self._kind(options), self._for_network(options), self.posterior
         posterior.check_unchanged()
-        draws = replayed(request.generator, posterior.hypers.device)
+        draws = replayed(options.generator, posterior.hypers.device)
         if not local_reparameterization:
             return Prediction.of(self._predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
         structure = posterior.choices.structure
@@ -238,14 +172,14 @@ class PosteriorPredictor(Predictor):
             )
         return Prediction.of(self._reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
 
-    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """Samples of the latent outputs, in the shape of the network's outputs."""
-        samples = self._latent_samples(x, request, model_kwargs)
+        samples = self._latent_samples(x, options, model_kwargs)
         return in_users_layout(samples, self.posterior.channel_dim, 1)
 
-    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+    def predictive_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
         """Samples of the target's mean, in the shape of the network's outputs."""
-        samples = self._latent_samples(x, request, model_kwargs, own=True)
+        samples = self._latent_samples(x, options, model_kwargs, own=True)
         return in_users_layout(self.posterior.likelihood.inverse_link(samples), self.posterior.channel_dim, 1)
 
     def check_whole(self, what: str) -> None:
@@ -253,17 +187,17 @@ class PosteriorPredictor(Predictor):
         self.posterior.require_fitted()
         refuse_sharded(self.posterior, what)
 
-    def _kind(self, request: Request) -> PredType:
-        return request.kind(self.posterior.choices.pred_types)
+    def _kind(self, options: PredictOptions) -> PredType:
+        return options.kind(self.posterior.choices.pred_types)
 
-    def _options(self, request: Request) -> PredictionOptions:
-        """Options of a request.
+    def _for_network(self, options: PredictOptions) -> PredictOptions:
+        """The options with the outputs of this network.
 
         Raises:
             UnsupportedError: Outputs are chosen that mean nothing alone, or that users' own methods do not know of.
         """
         posterior = self.posterior
-        options, likelihood = request.options(posterior.channel_dim), posterior.likelihood
+        options, likelihood = options.for_network(posterior.channel_dim), posterior.likelihood
         if options.choice is None:
             return options
         if not likelihood.some_outputs:
@@ -279,7 +213,7 @@ class PosteriorPredictor(Predictor):
         return options
 
     def _predicted(
-        self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+        self, x: Inputs, kind: PredType, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction at x, with what users' classes override of it."""
         rows = self._outputs(x, kind, options, draws, model_kwargs)
@@ -288,7 +222,7 @@ class PosteriorPredictor(Predictor):
         return users_outputs(self.posterior, rows, x, kind, model_kwargs)
 
     def _outputs(
-        self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+        self, x: Inputs, kind: PredType, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction at x without users' own samples and variances at given inputs.
 
@@ -305,7 +239,7 @@ class PosteriorPredictor(Predictor):
         refuse_model_kwargs(model_kwargs)
         return self._of(self.linearised(x, options.choice, options.group_size), options, draws)
 
-    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
+    def _of(self, source: GaussianSource | SampleSource, options: PredictOptions, draws: Draws) -> PosteriorOutputs:
         posterior = self.posterior
         sigma = posterior.sigma_noise if source.create_graph else posterior.sigma_noise.detach()
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
@@ -324,7 +258,7 @@ class PosteriorPredictor(Predictor):
             choice, group_size,
         )  # fmt: skip
 
-    def _sampled(self, x: Inputs, options: PredictionOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
+    def _sampled(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
         """Outputs of the network at sampled weights."""
         from laplace.predictive.sampled import SampledOutputs, refuse_refined
 
@@ -339,7 +273,7 @@ class PosteriorPredictor(Predictor):
         )  # fmt: skip
 
     def _reparameterised(
-        self, x: Inputs, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+        self, x: Inputs, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction by noise on the pre-activations of linear and convolutional layers.
 
@@ -376,15 +310,15 @@ class PosteriorPredictor(Predictor):
             )
 
     def _latent_samples(
-        self, x: Inputs, request: Request, model_kwargs: dict[str, Any], *, own: bool = False
+        self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any], *, own: bool = False
     ) -> Tensor:
         """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
-        name, kind, options = "functional_samples", self._kind(request), self._options(request)
+        name, kind, options = "functional_samples", self._kind(options), self._for_network(options)
         if own and self.posterior.overrides(name):
             draw = users_samples(self.posterior, name, x, kind, options, model_kwargs)
-            rows = draw(options.n_samples, request.generator)
+            rows = draw(options.n_samples, options.generator)
             return unrolled(rows.values, rows.positions, 1)
-        drawn = self._outputs(x, kind, options, lambda: request.generator, model_kwargs)
+        drawn = self._outputs(x, kind, options, lambda: options.generator, model_kwargs)
         return unrolled(drawn.latent_samples, drawn.positions, 1)
 
 
@@ -472,7 +406,7 @@ def users_outputs(
 
 
 def users_samples(
-    posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictionOptions, model_kwargs: dict[str, Any]
+    posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictOptions, model_kwargs: dict[str, Any]
 ) -> Draw:
     """A user's own `functional_samples` or `predictive_samples` at x; `asked` is the form of the covariance."""
     options = dict(model_kwargs)

@@ -24,7 +24,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent, sampled
-from laplace.predictive.options import check_options
+from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import mixed
 from laplace.structures.base import Precision
 from laplace.structures.draws import drawn
@@ -53,7 +53,8 @@ class Predictive:
         Raises:
             InvalidArgument: Unknown predictive or link, or no samples.
         """
-        return check_options(self.pred_type, self.link_approx, self.n_samples, None, posterior.choices.pred_types)
+        options = PredictOptions(self.pred_type, self.n_samples, link_approx=self.link_approx)
+        return options.kind(posterior.choices.pred_types)
 
     def summaries(self, likelihood: Likelihood, device: torch.device, *, for_scores: bool) -> Summaries:
         """Summaries with a seed of their own, the next one of the generator.

@@ -21,15 +21,16 @@ from laplace.likelihoods.targets import Summary
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
+from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import PosteriorOutputs, mixed
-from laplace.predictive.predict import Predictor, Request
+from laplace.predictive.predict import Predictor
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.validation import Targets, Validation
 
 
 def compare(
-    predictor: Predictor, group: PosteriorGroup, loader: Iterable[Any], request: Request, *, progress_bar: bool
+    predictor: Predictor, group: PosteriorGroup, loader: Iterable[Any], options: PredictOptions, *, progress_bar: bool
 ) -> Comparison:
     """Scores of the predictions and of the networks' outputs themselves, by the same likelihood.
 
@@ -37,7 +38,7 @@ def compare(
         predictor: What predicts.
         group: Its posteriors.
         loader: Labelled data.
-        request: Kind of prediction; without a generator numbers are drawn from seed 0.
+        options: Options of the predictions; without a generator numbers are drawn from seed 0.
         progress_bar: Whether one is shown.
 
     Raises:
@@ -49,10 +50,10 @@ def compare(
     batches.require_loader(loader, "loader")
     for posterior in group.posteriors:
         posterior.require_fitted()
-    kinds = [request.kind(posterior.choices.pred_types) for posterior in group.posteriors]
+    kinds = [options.kind(posterior.choices.pred_types) for posterior in group.posteriors]
     first = group.first
     likelihood, target, calibration = first.likelihood, first.likelihood.target, first.calibration
-    source = torch.Generator().manual_seed(0) if request.generator is None else request.generator
+    source = torch.Generator().manual_seed(0) if options.generator is None else options.generator
     resampling, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
     draws = torch.Generator().manual_seed(seed)
     data, n_data = ScoredData(), 0
@@ -61,10 +62,10 @@ def compare(
             with named(name):
                 if PredType.NN in kinds:
                     draws.manual_seed(seed)  # samples of the weights are the same for all data
-                prediction = predictor.predict(x, replace(request, generator=draws)).rows
+                prediction = predictor.predict(x, replace(options, generator=draws)).rows
                 parts = list(zip(group.posteriors, prediction.components, strict=True))
                 weights = prediction.weights
-                summary = mixed([_summary(one, rows, x, request) for one, rows in parts], weights)
+                summary = mixed([_summary(one, rows, x, options) for one, rows in parts], weights)
                 f = [_outputs(one, rows, x) for one, rows in parts]
                 positions = prediction.positions
                 targets = Targets.of(first, f[0], y, positions)
@@ -80,15 +81,15 @@ def compare(
     return data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
 
 
-def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, request: Request) -> Summary:
+def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: PredictOptions) -> Summary:
     """A prediction as scores read it; where a user's class predicts by its own `__call__`, what that returns."""
     if not posterior.overrides("__call__"):
         return posterior.likelihood.target.read_by_scores(rows)
     pred_types, channel_dim = posterior.choices.pred_types, posterior.channel_dim
     with posterior.as_user_object() as la:
         prediction = la(
-            x, pred_type=pred_types.name(request.kind(pred_types)), link_approx=request.link_approx,
-            n_samples=request.n_samples, generator=rows.draws(),
+            x, pred_type=pred_types.name(options.kind(pred_types)), link_approx=options.link_approx,
+            n_samples=options.n_samples, generator=rows.draws(),
         )  # fmt: skip
     return rows_of_call(prediction, channel_dim)
 
