@@ -34,7 +34,7 @@ from laplace.errors import TuningWarning
 from laplace.grid import from_names
 from laplace.predictive.sampled import outputs_at
 from laplace.structures import krylov as cg
-from laplace.weights.masks_scored import RandomSubnetMask
+from laplace.weights.masks import RandomSubnetMask
 
 
 @dataclass(frozen=True)

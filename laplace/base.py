@@ -29,8 +29,7 @@ from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backe
 from laplace.posterior.user_hooks import NoStructure, with_users_members
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
-from laplace.weights.all_weights import AllWeights
-from laplace.weights.base import Weights
+from laplace.weights.base import AllWeights, Weights
 from laplace.weights.feature_extractor import network_of
 from laplace.weights.problem import Problem
 

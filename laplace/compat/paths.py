@@ -22,15 +22,12 @@ _MATRIX = {
 _METRICS = at("laplace.metrics", "RunningNLLMetric")
 _EXTRACTOR = at("laplace.weights.feature_extractor", "FeatureExtractor")
 _SWAG = at("laplace.weights.swag", "fit_diagonal_swag_var")
-_MASKS = {
-    **at("laplace.weights.masks", "SubnetMask ParamNameSubnetMask ModuleNameSubnetMask LastLayerSubnetMask"),
-    **at(
-        "laplace.weights.masks_scored",
-        "RandomSubnetMask LargestMagnitudeSubnetMask LargestVarianceDiagLaplaceSubnetMask "
-        "LargestVarianceSWAGSubnetMask",
-    ),
-    **at("laplace.weights.masks_matching", "RegexSubnetMask ModuleTypeSubnetMask CallableSubnetMask"),
-}
+_MASKS = at(
+    "laplace.weights.masks",
+    "SubnetMask ParamNameSubnetMask ModuleNameSubnetMask LastLayerSubnetMask RandomSubnetMask "
+    "LargestMagnitudeSubnetMask LargestVarianceDiagLaplaceSubnetMask LargestVarianceSWAGSubnetMask RegexSubnetMask "
+    "ModuleTypeSubnetMask CallableSubnetMask",
+)
 _HELPERS = {
     **at(
         "laplace.compat.helpers",
@@ -80,7 +77,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.utils.matrix": _MATRIX,
     "laplace.utils.feature_extractor": {**at("laplace.enums", "FeatureReduction"), **_EXTRACTOR},
     "laplace.utils.metrics": _METRICS,
-    "laplace.utils.subnetmask": {**_MASKS, **at("laplace.weights.masks_scored", "ScoreBasedSubnetMask")},
+    "laplace.utils.subnetmask": {**_MASKS, **at("laplace.weights.masks", "ScoreBasedSubnetMask")},
     "laplace.utils.swag": _SWAG,
     "laplace.utils.utils": _HELPERS,
     "laplace.utils.functional_utils": _FUNCTIONAL,
@@ -94,6 +91,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.engines.native.layers": {},
     "laplace.engines.native.layers.base": at("laplace.curvature.rules", "evenly"),
     "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
+    "laplace.weights.masks_scored": at("laplace.weights.masks", "ScoreBasedSubnetMask"),
     "laplace.factory": at("laplace.grid", "Laplace from_names"),
     "laplace.posterior.base": at("laplace.grid", "BaseLaplace"),
     "laplace.posterior.parametric": at("laplace.grid", "ParametricLaplace"),

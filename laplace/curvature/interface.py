@@ -28,12 +28,10 @@ from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.loss_adapter import Loss
-from laplace.weights.all_weights import AllWeights
-from laplace.weights.base import Weights
+from laplace.weights.base import AllWeights, Subnetwork, Weights
 from laplace.weights.feature_extractor import FeatureExtractor
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.problem import Problem
-from laplace.weights.subnetwork import Subnetwork
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import Kron

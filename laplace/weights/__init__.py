@@ -1,4 +1,4 @@
-"""Choices of the random weights: all, the last layer, or a subnetwork chosen by a mask."""
+"""Choices of the weights with a distribution: all, the last layer, or a subnetwork chosen by a mask."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "laplace.weights.all_weights": "AllWeights",
-        "laplace.weights.base": "Weights",
+        "laplace.weights.base": "AllWeights Subnetwork Weights",
         "laplace.weights.last_layer": "LastLayer",
-        "laplace.weights.subnetwork": "Subnetwork",
     },
     own="WEIGHTS",
 )
 
 WEIGHTS: Registry[type[Weights]] = Registry("subset_of_weights")
-WEIGHTS.refer("all", "laplace.weights.all_weights:AllWeights")
+WEIGHTS.refer("all", "laplace.weights.base:AllWeights")
 WEIGHTS.refer("last_layer", "laplace.weights.last_layer:LastLayer")
-WEIGHTS.refer("subnetwork", "laplace.weights.subnetwork:Subnetwork")
+WEIGHTS.refer("subnetwork", "laplace.weights.base:Subnetwork")

@@ -1,4 +1,4 @@
-"""Subnetwork masks: which entries of the trainable parameters are random, chosen by name.
+"""Subnetwork masks: which of the trainable parameters have a distribution, chosen by name, at random, or by a score.
 
 Indices refer to the flattened vector of *trainable* parameters, in `model.parameters()` order: a frozen parameter
 has no place in it and is never selected.
@@ -6,9 +6,10 @@ has no place in it and is never selected.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,15 @@ from torch.nn.utils import parameters_to_vector
 from laplace.core import batch as batches
 from laplace.core.arguments import CheckedConstructor
 from laplace.core.batch import Inputs
-from laplace.errors import InvalidArgument, InvalidData, NotFittedError
+from laplace.core.precision_policy import wide_dtype
+from laplace.enums import Likelihood, LikelihoodName
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError
+from laplace.likelihoods import Likelihood as LikelihoodObject
+from laplace.likelihoods import get_likelihood
 from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.feature_extractor import network_of
+from laplace.weights.swag import MeanLoss, fit_diagonal_swag_var
 
 
 class SubnetMask(CheckedConstructor, ABC):
@@ -250,4 +256,272 @@ def _require_leaf(name: str, module: nn.Module) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise InvalidArgument(
             f"the module {name!r} of type {type(module).__name__} has no trainable parameter; leave it out."
+        )
+
+
+class RegexSubnetMask(WholeTensorSubnetMask):
+    r"""Selects the trainable parameter tensors whose name in `model.named_parameters()` matches a regular expression.
+
+    `re.search` is used: anchor the pattern by `^` and `$` to match whole names. For a tied tensor all names are tried.
+
+    Args:
+        model: The network; it is only read.
+        pattern: A regular expression, or a compiled one; e.g. `r"\.bias$"` or `r"^layers\.[01]\."`.
+
+    Raises:
+        InvalidArgument: No regular expression, or one that matches the name of no trainable parameter.
+    """
+
+    def __init__(self, model: nn.Module, pattern: str | re.Pattern[str]) -> None:
+        super().__init__(model)
+        try:
+            self.pattern = re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise InvalidArgument(f"pattern={pattern!r} is not a regular expression: {error}.") from error
+        if not self._matching():
+            names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+            raise InvalidArgument(
+                f"pattern={self.pattern.pattern!r} matches none of the trainable parameters {names}; it is searched "
+                "for anywhere in the name."
+            )
+
+    def _matching(self) -> list[nn.Parameter]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        return [p for name, p in named if p.requires_grad and self.pattern.search(name)]
+
+    def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
+        return self._matching()
+
+
+class ModuleTypeSubnetMask(WholeTensorSubnetMask):
+    """Selects the trainable parameters of all modules of given types, including those of their submodules.
+
+    Args:
+        model: The network; it is only read.
+        module_types: One type, or several; e.g. `nn.LayerNorm`.
+
+    Raises:
+        InvalidType: Something else than types of modules.
+        InvalidArgument: No module of these types has a trainable parameter.
+    """
+
+    def __init__(self, model: nn.Module, module_types: type[nn.Module] | Sequence[type[nn.Module]]) -> None:
+        super().__init__(model)
+        listed = (module_types,) if isinstance(module_types, type) else tuple(module_types)
+        if not all(isinstance(one, type) and issubclass(one, nn.Module) for one in listed):
+            raise InvalidType(f"module_types={module_types!r}; accepted are classes of modules, such as nn.LayerNorm.")
+        self.module_types = listed
+        if not any(p.requires_grad for p in self._matching()):
+            known = sorted({type(m).__qualname__ for m in model.modules() if any(True for _ in m.parameters())})
+            raise InvalidArgument(
+                f"module_types={[one.__qualname__ for one in listed]}: no module of these types has a trainable "
+                f"parameter; modules with parameters are of the types {known}."
+            )
+
+    def _matching(self) -> list[nn.Parameter]:
+        modules = [module for module in self.model.modules() if isinstance(module, self.module_types)]
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
+        return self._matching()
+
+
+class CallableSubnetMask(SubnetMask):
+    """Selects what a function of name and value says: whole tensors, or entries of them.
+
+    Args:
+        model: The network; it is only read.
+        choose: Called as `choose(name, value)` for every trainable parameter, its first name in
+            `model.named_parameters()` and a detached copy of its value; returns a bool for the whole tensor, or a
+            mask of the value's shape, of booleans or integers 0 and 1.
+
+    Raises:
+        InvalidType: `choose` cannot be called.
+        InvalidArgument: On `select`, it returned something else, or chose nothing.
+    """
+
+    def __init__(self, model: nn.Module, choose: Callable[[str, Tensor], bool | Tensor]) -> None:
+        super().__init__(model)
+        if not callable(choose):
+            raise InvalidType(f"choose={choose!r} cannot be called; give a function choose(name, value).")
+        self.choose = choose
+
+    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Tensor:
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        mask = torch.cat([self._of(name, p.detach().clone()) for name, p in named])
+        if not mask.any():
+            raise InvalidArgument(f"choose={self.choose!r} chose none of {[name for name, _ in named]}.")
+        return mask
+
+    def _of(self, name: str, value: Tensor) -> Tensor:
+        """Mask of one tensor by the function, `[p]`."""
+        answer = self.choose(name, value)
+        if isinstance(answer, bool):
+            return torch.full((value.numel(),), answer, device=value.device)
+        if isinstance(answer, Tensor) and answer.shape == value.shape and not answer.is_floating_point():
+            return answer.reshape(-1).to(value.device)
+        said = f"a tensor {list(answer.shape)} of {answer.dtype}" if isinstance(answer, Tensor) else repr(answer)
+        raise InvalidArgument(
+            f"choose({name!r}, value) returned {said}; accepted are True, False, or a mask {list(value.shape)} of "
+            "booleans or integers 0 and 1."
+        )
+
+
+class VarianceModel(Protocol):
+    """The part of a diagonal Laplace approximation that `LargestVarianceDiagLaplaceSubnetMask` needs."""
+
+    def fit(self, train_loader: Iterable[Any]) -> object:
+        """Fits the posterior."""
+        ...
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """Marginal variances of the trainable parameters, `[P]`."""
+        ...
+
+
+class ScoreBasedSubnetMask(SubnetMask):
+    """Base of the masks that select the weights with the largest scores; among equal scores the first.
+
+    Args:
+        model: The network; it is not changed.
+        n_params_subnet: n, the number of weights to select, from 1 to P.
+
+    Raises:
+        InvalidArgument: n is None or out of range.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
+        super().__init__(model)
+        if not isinstance(n_params_subnet, int) or not 1 <= n_params_subnet <= self._n_params:
+            raise InvalidArgument(
+                f"n_params_subnet={n_params_subnet!r}; accepted is an integer from 1 to {self._n_params}, the number "
+                "of trainable parameters."
+            )
+        self._n_kept = n_params_subnet
+
+    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """The mask `[P]` of the n largest scores, boolean.
+
+        Raises:
+            InvalidArgument: The scores are not one number per trainable parameter.
+        """
+        scores = self.compute_param_scores(train_loader)
+        bad = bool(scores.isnan().any())
+        if bad or scores.shape != self.parameter_vector.shape:
+            raise InvalidArgument(
+                f"{type(self).__name__} made scores of shape {list(scores.shape)}{' with NaN' * bad}; one number per "
+                f"trainable parameter, [{self._n_params}], is needed."
+            )
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask[scores.argsort(descending=True, stable=True)[: self._n_kept]] = True
+        return mask
+
+    @abstractmethod
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Scores of the trainable parameters, `[P]`."""
+
+
+class RandomSubnetMask(ScoreBasedSubnetMask):
+    """Selects n weights at random.
+
+    Args:
+        model: The network.
+        n_params_subnet: n, the number of weights to select.
+        generator: Random generator; None for PyTorch's global one.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int, generator: torch.Generator | None = None) -> None:
+        super().__init__(model, n_params_subnet)
+        self._generator = generator
+
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Uniform numbers `[P]`."""
+        device = self.parameter_vector.device if self._generator is None else self._generator.device
+        # float64: among many float32 numbers there are equal ones, and a tie prefers the first parameter.
+        scores = torch.rand(self._n_params, generator=self._generator, device=device, dtype=wide_dtype(device))
+        return scores.to(self.parameter_vector.device)
+
+
+class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
+    """Selects the weights with the largest absolute values."""
+
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """|θ|, `[P]`."""
+        return self.parameter_vector.abs()
+
+
+class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
+    """Selects the weights with the largest posterior variance under a diagonal Laplace approximation.
+
+    After Daxberger et al., "Bayesian Deep Learning via Subnetwork Inference" (2021).
+
+    Args:
+        model: The network.
+        n_params_subnet: n, the number of weights to select.
+        diag_laplace_model: A `DiagLaplace` of the same network; it is fitted by `select`.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: VarianceModel) -> None:
+        super().__init__(model, n_params_subnet)
+        self.diag_laplace_model = diag_laplace_model
+
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Posterior variances, `[P]`.
+
+        Raises:
+            InvalidArgument: No loader is given.
+        """
+        self.diag_laplace_model.fit(require_loader(self, train_loader))
+        return self.diag_laplace_model.posterior_variance
+
+
+class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
+    """Selects the weights with the largest variance over snapshots of further training by SGD (diagonal SWAG).
+
+    Args:
+        model: The network; a copy of it is trained.
+        n_params_subnet: n, the number of weights to select.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object; its mean loss is minimised.
+        swag_n_snapshots: Number of snapshots.
+        swag_snapshot_freq: Number of epochs between snapshots.
+        swag_lr: Learning rate.
+        generator: Random generator that seeds the training; None for PyTorch's global one.
+
+    Raises:
+        InvalidArgument: The likelihood is unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n_params_subnet: int,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+        swag_n_snapshots: int = 40,
+        swag_snapshot_freq: int = 1,
+        swag_lr: float = 0.01,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(model, n_params_subnet)
+        self.criterion = MeanLoss(get_likelihood(likelihood))
+        self.swag_n_snapshots = swag_n_snapshots
+        self.swag_snapshot_freq = swag_snapshot_freq
+        self.swag_lr = swag_lr
+        self._generator = generator
+
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Variances of the snapshots, `[P]`.
+
+        Raises:
+            InvalidArgument: No loader is given.
+        """
+        return fit_diagonal_swag_var(
+            self.model,
+            require_loader(self, train_loader),
+            self.criterion,
+            n_snapshots_total=self.swag_n_snapshots,
+            snapshot_freq=self.swag_snapshot_freq,
+            lr=self.swag_lr,
+            generator=self._generator,
+            rules=self.criterion.likelihood,
         )

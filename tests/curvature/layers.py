@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace.engines.engine import CurvatureEngine
 from laplace.likelihoods import get_likelihood
-from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import AllWeights
 from tests.reference import curvature as reference
 
 N_DATA, N_CLASSES = 4, 3

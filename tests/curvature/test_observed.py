@@ -15,7 +15,7 @@ from laplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.curvature import rules
 from laplace.engines.native.forward import record
 from laplace.errors import InvalidArgument
-from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import AllWeights
 from tests.conformance.test_layers import posterior
 from tests.conformance.test_predictions import latent_of
 from tests.reference import curvature as reference

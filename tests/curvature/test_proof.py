@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import DiagLaplace, FullLaplace
 from laplace.engines.native.forward import record
 from laplace.errors import CurvatureError
-from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import AllWeights
 from tests.conformance.test_predictions import latent_of
 from tests.reference import curvature as reference
 from tests.reference.compare import assert_close

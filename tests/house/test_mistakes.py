@@ -44,7 +44,7 @@ from laplace.errors import (
     UnsupportedError,
 )
 from laplace.metrics import nll
-from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
+from laplace.weights.masks import LargestMagnitudeSubnetMask
 from tests.mistaken import (
     IMAGES,
     WIDE,

@@ -24,11 +24,11 @@ from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.structures import STRUCTURES
 from laplace.training.continual import continual_training
-from laplace.weights.masks import LastLayerSubnetMask
-from laplace.weights.masks_scored import (
+from laplace.weights.masks import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,
     LargestVarianceSWAGSubnetMask,
+    LastLayerSubnetMask,
     RandomSubnetMask,
 )
 from tests import grid

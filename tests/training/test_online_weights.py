@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from laplace import Laplace, OnlineLaplace, marglik_training
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
+from laplace.weights.masks import LargestMagnitudeSubnetMask
 from tests import grid
 from tests.reference import curvature, kfac
 from tests.reference import online as truth

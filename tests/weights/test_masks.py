@@ -12,12 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType, NotFittedError
-from laplace.weights.masks import LastLayerSubnetMask, ModuleNameSubnetMask, ParamNameSubnetMask, SubnetMask
-from laplace.weights.masks_scored import (
+from laplace.weights.masks import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,
     LargestVarianceSWAGSubnetMask,
+    LastLayerSubnetMask,
+    ModuleNameSubnetMask,
+    ParamNameSubnetMask,
     RandomSubnetMask,
+    SubnetMask,
 )
 from laplace.weights.swag import fit_diagonal_swag_var
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
-from laplace.weights.masks_scored import RandomSubnetMask
+from laplace.weights.masks import RandomSubnetMask
 from tests import grid
 
 WIDTH, HIDDEN, N_DATA, N_OUTPUTS = 300, 200, 16, 5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods import LIKELIHOODS, Categorical, LikelihoodFromLoss, get_likelihood
-from laplace.weights.masks_scored import LargestVarianceSWAGSubnetMask
+from laplace.weights.masks import LargestVarianceSWAGSubnetMask
 from laplace.weights.swag import MeanLoss, fit_diagonal_swag_var
 from tests import problems as catalogue
 from tests.problems import Problem
