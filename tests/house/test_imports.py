@@ -225,7 +225,7 @@ def test_submodules_are_attributes() -> None:
     paths = [name_of(path) for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     names = [path.removesuffix(".py") for path in paths] + [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
     deeper = "tuning.grid structures.kron structures.gp curvature.asdl likelihoods.links weights.last_layer".split()
-    deeper += "refinement.refine deployment.export predictive.reparameterised".split()
+    deeper += "refinement.refine deployment.export predictive.sampled".split()
     legacy = ["utils", "utils.Kron", "baselaplace", "lllaplace.KronLLLaplace", "curvature.curvature", "laplace.Laplace"]
     script = f"import laplace\nfor path in {[*names, *deeper, *legacy]}: print(eval('laplace.' + path).__name__)"
     assert len(printed(script)) == len(names) + len(deeper) + len(legacy)
