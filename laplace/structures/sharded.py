@@ -34,8 +34,8 @@ _MATRIX = "the precision, the covariance or a root of it as a matrix"
 _INSTEAD = "ask for la.posterior_variance, la.sample or la(x)"
 
 
-def apart(what: str, instead: str) -> UnsupportedError:
-    """The error of what no process could compute from its own tensors."""
+def _refused(what: str, instead: str) -> UnsupportedError:
+    """An error of what no process can compute from its tensors alone."""
     return UnsupportedError(
         f"{what} of a sharded posterior, of which every process stores some tensors only: {instead}; or fit with "
         "sharded=False."
@@ -105,11 +105,11 @@ class SharePrecision(Precision):
         return total
 
     def to_dense(self) -> Tensor:
-        raise apart(_MATRIX, _INSTEAD)
+        raise _refused(_MATRIX, _INSTEAD)
 
 
 @dataclass(frozen=True)
-class _Word:
+class _Query:
     """A process's account of a query, before answers are added.
 
     Attributes:
@@ -199,11 +199,11 @@ class ShardedPrecision(Precision):
         return self._total("variances of the weights", (), lambda share: share.diagonal_of_inverse())
 
     def to_dense(self) -> Tensor:
-        raise apart(_MATRIX, _INSTEAD)
+        raise _refused(_MATRIX, _INSTEAD)
 
     @property
     def scale(self) -> Tensor:
-        raise apart(_MATRIX, _INSTEAD)
+        raise _refused(_MATRIX, _INSTEAD)
 
     def _total(self, what: str, inputs: Inputs, of: Callable[[Precision], Tensor]) -> Tensor:
         """The sum of the answers of all processes: one exchange of words, then one sum.
@@ -220,7 +220,7 @@ class ShardedPrecision(Precision):
         """
         answers: list[Tensor] = []
 
-        def attempt() -> _Word:
+        def attempt() -> _Query:
             undefined = None
             try:
                 with checks.together():  # those that fail must be known before the others are told
@@ -229,14 +229,14 @@ class ShardedPrecision(Precision):
                 value, undefined = self.weights.new_zeros(()), str(error)
             answers.append(value.detach().contiguous())
             asked = digest([*batches.tensors(inputs), self.weights, self.prior.precision])
-            return _Word(f"{what} {asked}", tuple(value.shape), value.dtype, undefined, value.requires_grad)
+            return _Query(f"{what} {asked}", tuple(value.shape), value.dtype, undefined, value.requires_grad)
 
         words = self.processes.agreed(attempt)
         _compare(what, words)
         return self.processes.sum_(answers[0])
 
 
-def _compare(what: str, words: list[_Word]) -> None:
+def _compare(what: str, words: list[_Query]) -> None:
     """Requires that all processes asked for the same, and found it.
 
     Raises:
@@ -255,7 +255,7 @@ def _compare(what: str, words: list[_Word]) -> None:
         if word.undefined is not None:
             raise CurvatureError(f"rank {rank} of the group: {word.undefined}")
     if any(word.has_graph for word in words):
-        raise apart(f"derivatives of {what}", "only the evidence has them; detach inputs and hyper-parameters")
+        raise _refused(f"derivatives of {what}", "only the evidence has them; detach inputs and hyper-parameters")
     for rank, word in enumerate(words):
         if (word.shape, word.dtype) != (words[0].shape, words[0].dtype):
             raise ProcessError(f"rank {rank} of the group asks for {what} in another form than rank 0.")
@@ -286,7 +286,7 @@ class _Slope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise apart("second derivatives of the evidence", "it has first ones")
+        raise _refused("second derivatives of the evidence", "it has first ones")
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,10 +369,10 @@ class ShardedCurvature(Curvature):
         return ShardedPrecision(self.processes, share, weights, prior)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
-        raise apart("tuning on validation data", "tune by the evidence, method='marglik' or objective='evidence'")
+        raise _refused("tuning on validation data", "tune by the evidence, method='marglik' or objective='evidence'")
 
     def state(self) -> dict[str, Any]:
-        raise apart("a state dict", "write it by laplace.checkpoint.save(la, path)")
+        raise _refused("a state dict", "write it by laplace.checkpoint.save(la, path)")
 
     def narrowed(self, dtype: torch.dtype) -> ShardedCurvature:
         """The same with wide sums in the dtype of the posterior."""
@@ -388,7 +388,7 @@ class ShardedCurvature(Curvature):
         return f"sharded over {ranks} processes, of which this one holds {mine} of {len(self.owners)} tensors"
 
     def public(self) -> Any:
-        raise apart("la.H, or its factors", "write it by laplace.checkpoint.save, and load it in one process")
+        raise _refused("la.H, or its factors", "write it by laplace.checkpoint.save, and load it in one process")
 
 
 def separation_of(curvature: Curvature) -> Separation[Any]:
