@@ -1,6 +1,6 @@
 """A report on predictions and their labels: are they calibrated, what does the posterior change, what to do next.
 
-Of a posterior it is `la.report(test)`; of any model's predictions `of_probabilities` and `of_gaussians`, or, from a file,
+Of a posterior it is `la.report(test)`; of any model's predictions `of_probabilities` and `of_gaussians`, or of a file
 
     python -m laplace.report predictions.csv
 
@@ -135,10 +135,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers of the report in plain types, as JSON has them: not finite numbers are None."""
-        scores = {
-            name: {"network": row.network, "posterior": row.posterior, "difference": row.difference, "standard_error": row.standard_error}
-            for name, row in self.comparison.rows.items()
-        }  # fmt: skip
+        scores = {name: vars(row) for name, row in self.comparison.rows.items()}
         if len(self._models) == 1:
             scores = {name: {self._models[0].name: row.network} for name, row in self.comparison.rows.items()}
         content = {
@@ -237,7 +234,8 @@ _PAGE = """<!DOCTYPE html>
 <style>
 body {{ font-family: sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; line-height: 1.45 }}
 h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em; margin-top: 2em }}
-table {{ border-collapse: collapse }} td, th {{ padding: 0.2em 0.9em; text-align: right; border-bottom: 1px solid #ddd }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: 0.2em 0.9em; text-align: right; border-bottom: 1px solid #ddd }}
 td:first-child, th:first-child {{ text-align: left }} img {{ max-width: 100% }}
 </style></head><body>
 {body}
@@ -379,8 +377,8 @@ def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) 
         )
         return Verdict(model.name, "uneven", sentence, p_values)
     sentence = (
-        f"{_capital(subject)} shows no miscalibration beyond chance: {at.format('it')} (ECE {float(observed):.4f}; of a "
-        f"calibrated model it would be below {limit:.4f} in 95 % of all cases)."
+        f"{_capital(subject)} shows no miscalibration beyond chance: {at.format('it')} (ECE {float(observed):.4f}; of "
+        f"a calibrated model it would be below {limit:.4f} in 95 % of all cases)."
     )
     return Verdict(model.name, "calibrated", sentence, p_values)
 
@@ -728,8 +726,8 @@ def _of_file(path: str, ood: str | None, name: str) -> Report:
     label = next((column for column in names if column.lower() in _Y), None)
     if label is None or len(values) == 0:
         raise InvalidData(
-            f"{path}: rows of numbers under a head are needed, with a column {' or '.join(map(repr, _Y[:2]))} beside one "
-            f"per class, or beside 'mean' and 'std'; this head is {', '.join(names[:8])}."
+            f"{path}: rows of numbers under a head are needed, with a column {' or '.join(map(repr, _Y[:2]))} beside "
+            f"one per class, or beside 'mean' and 'std'; this head is {', '.join(names[:8])}."
         )
     y, columns = values[:, names.index(label)], [column for column in names if column != label]
     places = [names.index(column) for column in columns]

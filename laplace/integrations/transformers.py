@@ -1,17 +1,18 @@
-"""A posterior at the end of training by the `Trainer` of transformers."""
+"""Transformers: a posterior at the end of training by the `Trainer`, and language models that answer by choices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 
 from laplace.core.arguments import check_call
 from laplace.enums import Likelihood, LikelihoodName
-from laplace.errors import MissingDependency
+from laplace.errors import InvalidArgument, InvalidInputs, MissingDependency
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
@@ -85,3 +86,115 @@ class LaplaceCallback(TrainerCallback):
             path = Path(args.output_dir or "") / self._filename
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(self.la.state_dict(), path)
+
+
+def answers(model: nn.Module, tokenizer: Any, choices: Sequence[str | int]) -> Answers:
+    """A causal language model as a classifier: the logits of a few answers after a prompt, `[B, K]`.
+
+    What `Laplace(answers(model, tokenizer, ["A", "B", "C"]), "classification")` fits and predicts are the answers
+    alone: the logits of the vocabulary exist at one position per prompt, inside the model's head, and nowhere else. Of
+    a model with adapters (LoRA), the weights that are trained have the distribution (Yang et al., 2024).
+
+    Batches are mappings of `input_ids` `[B, T]`, `attention_mask` `[B, T]` and whatever else the model takes; `labels`
+    `[B]` are indices of the choices. Prompts may be padded on either side.
+
+    Args:
+        model: A causal language model of transformers, also with adapters of PEFT. It is not changed.
+        tokenizer: Its tokenizer; None if all choices are indices of tokens.
+        choices: The answers, each one token as it follows the prompt: for many tokenizers `" A"` where a space comes
+            before the answer. An integer is the index of a token.
+
+    Raises:
+        InvalidArgument: The model has no output embeddings; fewer than two choices, two equal ones, or one that is not
+            exactly one token.
+    """
+    return Answers(model, _tokens_of(tokenizer, choices))
+
+
+class Answers(nn.Module):
+    """What `answers` returns: a module from prompts to the logits of the choices, `[B, K]`.
+
+    Attributes:
+        model: The language model itself.
+        tokens: Indices of the choices in the vocabulary, `[K]`.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Sequence[int]) -> None:
+        super().__init__()
+        embeddings = getattr(model, "get_output_embeddings", None)
+        head = None if embeddings is None else embeddings()
+        if not isinstance(head, nn.Module):
+            raise InvalidArgument(
+                f"model={type(model).__name__} has no output embeddings; give a causal language model of transformers, "
+                "such as AutoModelForCausalLM.from_pretrained(name). A model with a classifier needs no `answers`."
+            )
+        size = getattr(head, "out_features", None)
+        if size is not None and not all(0 <= token < size for token in tokens):
+            raise InvalidArgument(f"choices={list(tokens)}: the model has the tokens 0 to {size - 1}.")
+        self.model = model
+        self.tokens = tuple(tokens)
+        self._takes_positions = "position_ids" in inspect.signature(_inner(model).forward).parameters
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits of the choices at the last token of every prompt, `[B, K]`.
+
+        Args:
+            inputs: What the model takes, `input_ids` `[B, T]` and `attention_mask` `[B, T]` among it; `labels` are left
+                out.
+
+        Raises:
+            InvalidInputs: No `input_ids`, or a prompt without a token.
+        """
+        if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+            raise InvalidInputs("answers take a mapping with input_ids [B, T] and attention_mask [B, T].")
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        tokens, mask = given["input_ids"], given.get("attention_mask")
+        if mask is None:
+            mask = torch.ones_like(tokens)
+        places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        last = (mask.long() * places).amax(1) - 1  # of pads on either side
+        if self._takes_positions and "position_ids" not in given:
+            given["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+
+        def last_of_each(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden = args[0]
+            index = last.clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+            return (hidden.gather(1, index), *args[1:])
+
+        hook = self._head().register_forward_pre_hook(last_of_each)
+        try:
+            logits = self.model(**given).logits
+        finally:
+            hook.remove()
+        return logits[:, -1, list(self.tokens)]
+
+    def _head(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model behind adapters of PEFT, whose own `forward` takes anything."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
+def _tokens_of(tokenizer: Any, choices: Sequence[str | int]) -> list[int]:
+    if isinstance(choices, str) or len(choices) < 2:
+        raise InvalidArgument(f"choices={choices!r}; give two answers or more, such as ['A', 'B'].")
+    tokens: list[int] = []
+    for choice in choices:
+        if isinstance(choice, int):
+            tokens.append(choice)
+            continue
+        if tokenizer is None:
+            raise InvalidArgument(f"choices hold the text {choice!r}, which takes a tokenizer.")
+        found = list(tokenizer.encode(choice, add_special_tokens=False))
+        if len(found) != 1:
+            raise InvalidArgument(
+                f"choice {choice!r} is {len(found)} tokens, {found}; give choices of one token each, as they follow "
+                f"the prompt ({choice.strip()!r} or {' ' + choice.strip()!r}), or the index of a token."
+            )
+        tokens.extend(found)
+    if len(set(tokens)) < len(tokens):
+        raise InvalidArgument(f"choices={list(choices)!r} are the tokens {tokens}, of which two are the same.")
+    return tokens

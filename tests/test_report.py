@@ -1,0 +1,193 @@
+"""Reports on predictions: verdicts of simulated cases, files that need no other, the command."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace import metrics, report
+from laplace.errors import InvalidArgument, InvalidData
+
+TEMPERATURES = {"calibrated": 1.0, "over-confident": 0.6, "under-confident": 1.6}
+"""By which logits are divided that are calibrated as they are."""
+
+SCALES = {"calibrated": 1.0, "over-confident": 0.8, "under-confident": 1.25}
+"""Factors of the right standard deviations."""
+
+
+def classes(kind: str, n: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, 5, generator=source, dtype=torch.float64)
+    y = torch.multinomial(logits.softmax(1), 1, generator=source)[:, 0]
+    return (logits / TEMPERATURES[kind]).softmax(1), y
+
+
+def targets(kind: str, n: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, 1, generator=source, dtype=torch.float64)
+    deviation = 0.3 + torch.rand(n, 1, generator=source, dtype=torch.float64)
+    y = mean + deviation * torch.randn(n, 1, generator=source, dtype=torch.float64)
+    return mean, (SCALES[kind] * deviation).square(), y
+
+
+@pytest.mark.parametrize("kind", TEMPERATURES)
+def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 95 of 100 cases; 300 draws of the labels decide as 1,000 do, but for p values of about 1 %."""
+    monkeypatch.setattr(report, "N_DRAWS", 300)
+    found = [report.Predictions("model", classes(kind, seed=seed)[0]) for seed in range(100)]
+    verdicts = [
+        report._verdict_of_classes(model, classes(kind, seed=seed)[1], torch.Generator().manual_seed(seed)).kind
+        for seed, model in enumerate(found)
+    ]
+    assert verdicts.count(kind) >= 95
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_verdicts_of_targets_are_right(kind: str) -> None:
+    cases = [targets(kind, seed=seed) for seed in range(100)]
+    verdicts = [report._verdict_of_targets(report.Predictions("m", moments=(m, v)), y).kind for m, v, y in cases]
+    assert verdicts.count(kind) >= 95
+
+
+def test_predictions_that_are_wrong_both_ways_are_uneven() -> None:
+    """Half of the inputs are over-confident, the other half under-confident by as much."""
+    source = torch.Generator().manual_seed(0)
+    right = torch.rand(4000, generator=source, dtype=torch.float64)
+    confidence = torch.where(torch.arange(4000) % 2 == 0, 0.9, 0.6).double()
+    y = (right > torch.where(confidence > 0.7, 0.75, 0.75)).long()
+    probs = torch.stack([confidence, 1 - confidence], 1)
+    assert report.of_probabilities(probs, y).verdicts[0].kind == "uneven"
+
+
+def test_a_bias_is_no_overconfidence() -> None:
+    mean, variance, y = targets("calibrated", 2000)
+    assert report.of_gaussians(mean + 0.1 * variance.sqrt(), variance, y).verdicts[0].kind == "biased"
+
+
+def test_numbers_are_those_of_the_metrics() -> None:
+    (probs, y), network = classes("calibrated"), classes("over-confident")[0]
+    found = report.of_probabilities(probs, y, network=network, ood=(network[:200], probs[:100]))
+    rows = found.comparison.rows
+    assert rows["nll"].posterior == pytest.approx(float(metrics.nll(probs, y)))
+    assert rows["ece"].network == pytest.approx(float(metrics.ece(network, y)))
+    assert found.ood["posterior"]["auroc"] == pytest.approx(float(metrics.auroc(probs.amax(1), probs[:100].amax(1))))
+    assert found.ood["network"]["fpr95"] == pytest.approx(float(metrics.fpr95(network.amax(1), network[:200].amax(1))))
+    assert [verdict.kind for verdict in found.verdicts] == ["calibrated", "over-confident"]
+    assert found.classes[0].p_value <= found.classes[-1].p_value
+    mean, variance, targets_ = targets("calibrated")
+    scores = report.of_gaussians(mean, variance, targets_).comparison.rows
+    assert scores["nll"].network == pytest.approx(float(metrics.gaussian_nll(mean, variance, targets_)))
+    assert scores["crps"].network == pytest.approx(float(metrics.gaussian_crps(mean, variance, targets_)))
+
+
+class Addresses(HTMLParser):
+    """Collects what a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.found += [name for name, _ in attrs if name.startswith("on")]
+
+
+def reports() -> dict[str, report.Report]:
+    pytest.importorskip("matplotlib")
+    (probs, y), network = classes("over-confident"), classes("under-confident")[0]
+    mean, variance, values = targets("over-confident")
+    return {
+        "one model": report.of_probabilities(probs, y, classes=list("<&>\"'")),
+        "two": report.of_probabilities(probs, y, network=network, ood=(network[:50], probs[:50])),
+        "regression": report.of_gaussians(
+            mean, variance, values, network=(mean, 2 * variance), ood=(variance, variance)
+        ),
+    }
+
+
+def test_pages_need_no_other_file(tmp_path: Path) -> None:
+    for name, found in reports().items():
+        path = tmp_path / f"{name}.html"
+        found.save(path)
+        text = path.read_text()
+        page = Addresses()
+        page.feed(text)
+        assert page.found and all(address.startswith("data:image/png;base64,") for address in page.found)
+        assert not page.tags & {"script", "link", "iframe", "object"} and "url(" not in text and "@import" not in text
+        assert len(text) < 1e6
+        found.save(tmp_path / "report.png")
+        found.save(tmp_path / "report.json")
+        assert json.loads((tmp_path / "report.json").read_text()) == found.to_dict()
+        assert found.verdict in repr(found)
+
+
+def test_equal_seeds_give_equal_reports() -> None:
+    probs, y = classes("calibrated")
+    first, second = (report.of_probabilities(probs, y, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert first.to_dict() == second.to_dict()
+
+
+def written(path: Path, head: str, rows: list[list[float]]) -> str:
+    path.write_text("\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    return str(path)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    probs, y = classes("over-confident")
+    rows = [[*p, k] for p, k in zip(probs.tolist(), y.tolist(), strict=True)]
+    given = written(tmp_path / "p.csv", "a,b,c,d,e,label", rows)
+    other = written(tmp_path / "o.csv", "a,b,c,d,e", probs[:30].tolist())
+    out = tmp_path / "report.html"
+    assert report.main([given, "--ood", other, "--out", str(out)]) == 0
+    assert "over-confident" in capsys.readouterr().out and out.exists()
+    mean, variance, targets_ = targets("calibrated")
+    columns = torch.cat([mean, variance.sqrt(), targets_], 1).tolist()
+    assert report.main([written(tmp_path / "r.csv", "mean,std,y", columns), "--out", str(tmp_path / "r.json")]) == 0
+    assert "no miscalibration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("head", "rows", "words"),
+    [
+        ("a,b", [[0.5, 0.5]], "with a column"),
+        ("a,b,label", [[0.5, 0.5, 3]], ""),
+        ("a,b,label", [[0.5, 0.5, 0.5]], "labels are indices"),
+        ("a,b,label", [[0.5, 0.5]], "2 values for 3 columns"),
+        ("mean,std,y", [[0.5, 0.0, 1.0]], "not positive"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(
+    head: str, rows: list[list[float]], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        report.main([written(tmp_path / "p.csv", head, rows), "--out", str(tmp_path / "r.json")])
+    assert caught.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused() -> None:
+    probs, y = classes("calibrated", 50)
+    mean, variance, values = targets("calibrated", 50)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (InvalidData, "class probabilities", lambda: report.of_probabilities(probs[:, 0], y)),
+        (InvalidArgument, "5 classes", lambda: report.of_probabilities(probs, y, classes=["a"])),
+        (InvalidArgument, "pair", lambda: report.of_probabilities(probs, y, ood=(probs, probs))),
+        (InvalidData, "shape", lambda: report.of_probabilities(probs, y, ood=probs[:, :2])),
+        (InvalidArgument, "two different", lambda: report.of_probabilities(probs, y, names=("a", "a"))),
+        (InvalidData, "same shape", lambda: report.of_gaussians(mean, variance, values[:3])),
+        (InvalidData, "not positive", lambda: report.of_gaussians(mean, 0 * variance, values)),
+        (InvalidData, "not finite", lambda: report.of_gaussians(mean / 0, variance, values)),
+        (InvalidArgument, "saved as", lambda: report.of_gaussians(mean, variance, values).save("report.pdf")),
+    ]
+    for kind, words, call in wrong:
+        with pytest.raises(kind, match=words):
+            call()
+    assert report.of_probabilities(probs[:10], y[:10]).verdicts[0].kind == "unknown"
