@@ -60,7 +60,7 @@ def test_predictions_that_are_wrong_both_ways_are_uneven() -> None:
     source = torch.Generator().manual_seed(0)
     right = torch.rand(4000, generator=source, dtype=torch.float64)
     confidence = torch.where(torch.arange(4000) % 2 == 0, 0.9, 0.6).double()
-    y = (right > torch.where(confidence > 0.7, 0.75, 0.75)).long()
+    y = (right > 0.75).long()
     probs = torch.stack([confidence, 1 - confidence], 1)
     assert report.of_probabilities(probs, y).verdicts[0].kind == "uneven"
 

@@ -93,6 +93,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
     "laplace.weights.masks_scored": at("laplace.weights.masks", "ScoreBasedSubnetMask"),
     "laplace.factory": at("laplace.grid", "Laplace from_names"),
+    "laplace.likelihoods.decomposition": at("laplace.likelihoods.targets", "Decomposition"),
     "laplace.posterior.base": at("laplace.grid", "BaseLaplace"),
     "laplace.posterior.parametric": at("laplace.grid", "ParametricLaplace"),
     "laplace.predictive.links": at("laplace.likelihoods.links", "LINKS"),
