@@ -18,6 +18,7 @@ import html
 import io
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,11 +98,25 @@ class ClassRow:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of one model: class probabilities `[N, C]`, or mean and variance of the targets, `[N, C]` each."""
+    """Predictions of one model: `(probabilities,)`, `[N, C]`, or mean and variance of the targets, `[N, C]` each."""
 
     name: str
-    probs: Tensor | None = None
-    moments: tuple[Tensor, Tensor] | None = None
+    values: tuple[Tensor, ...]
+
+    @property
+    def of_classes(self) -> bool:
+        """True for class probabilities."""
+        return len(self.values) == 1
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities, `[N, C]`."""
+        return self.values[0].detach()
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the targets, `[N, C]` each."""
+        return self.values[0].detach(), self.values[1].detach()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,7 +170,7 @@ class Report:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        draw = _diagrams_of_classes if self._models[0].probs is not None else _diagrams_of_targets
+        draw = _diagrams_of_classes if self._models[0].of_classes else _diagrams_of_targets
         diagrams = draw(self._models, self._y)
         if self._strange:
             diagrams.append(lambda ax: _draw_strangers(ax, self._models, self._strange))
@@ -289,9 +304,8 @@ def of_probabilities(
     verdicts = [_verdict_of_classes(model, y, source) for model in models]
     rows = _class_rows(probs.detach(), y, classes)
     scores = {
-        model.name: _told_apart(model.probs.detach().amax(1), other.amax(1))
+        model.name: _told_apart(model.probs.amax(1), other.amax(1))
         for model, other in zip(models, strange, strict=False)
-        if model.probs is not None
     }
     advice = _advice(verdicts, comparison, len(models), len(y), scores, _flagged(rows))
     shown = tuple(sorted(rows, key=lambda row: row.p_value)[:_SHOWN])
@@ -326,9 +340,9 @@ def of_gaussians(
     source = _source(generator)
     first, second = _checked_names(names)
     y = _as_rows(y)
-    sides = [Predictions(second, moments=_checked_moments(mean, variance, y))]
+    sides = [Predictions(second, _checked_moments(mean, variance, y))]
     if network is not None:
-        sides.append(Predictions(first, moments=_checked_moments(*network, y)))
+        sides.append(Predictions(first, _checked_moments(*network, y)))
     n_outputs, datum = y.shape[1], torch.arange(len(y))
     data = ScoredData()
     scores = [_scores_of_targets(side, y) for side in (sides[-1], sides[0])]
@@ -337,9 +351,8 @@ def of_gaussians(
     strange = _strange(ood, network is not None, n_outputs)
     verdicts = [_verdict_of_targets(side, y) for side in sides]
     told = {
-        side.name: _told_apart(-side.moments[1].detach().sum(1), -other.sum(1))
+        side.name: _told_apart(-side.moments[1].sum(1), -other.sum(1))
         for side, other in zip(sides, strange, strict=False)
-        if side.moments is not None
     }
     advice = _advice(verdicts, comparison, len(sides), len(y), told, ())
     return Report(tuple(verdicts), comparison, (), told, advice, len(y), tuple(sides), y, strange)
@@ -467,9 +480,8 @@ def _advice(
 # Numbers behind verdicts and diagrams.
 
 
-def _top(probs: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
+def _top(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Probability of the predicted class, and whether it is the label, `[N]` each, float64."""
-    assert probs is not None  # noqa: S101
     confidence, predicted = probs.detach().double().cpu().max(1)
     return confidence.clamp(max=1.0), (predicted == y.cpu()).double()
 
@@ -487,14 +499,12 @@ def _calibration_errors(bins: Tensor, gaps: Tensor) -> Tensor:
 
 def _places(model: Predictions, y: Tensor) -> Tensor:
     """Φ((y − mean) / standard deviation), `[N, C]`, float64: uniform if calibrated."""
-    assert model.moments is not None  # noqa: S101
     mean, variance = (values.detach().double().cpu() for values in model.moments)
     return torch.special.ndtr((y.double().cpu() - mean) / variance.sqrt())
 
 
 def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
     """Scores of every row, `[N]`: the NLL of all outputs, means of the others over them."""
-    assert model.moments is not None  # noqa: S101
     mean, variance = (values.detach().double().cpu() for values in model.moments)
     error = y.double().cpu() - mean
     z, place = error / variance.sqrt(), _places(model, y)
@@ -537,7 +547,7 @@ def _diagrams_of_classes(models: tuple[Predictions, ...], y: Tensor) -> list[_Di
 
 
 def _diagrams_of_targets(models: tuple[Predictions, ...], y: Tensor) -> list[_Diagram]:
-    moments = {m.name: m.moments for m in models if m.moments is not None}
+    moments = {m.name: m.moments for m in models}
     return [
         lambda ax: plotting.quantile_diagram(ax, moments, y),
         lambda ax: _draw_coverage(ax, models, y),
@@ -569,13 +579,12 @@ def _draw_shares(ax: Axes, x: Tensor, right: Tensor, count: Tensor, name: str, c
 def _draw_risk(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None:
     """Share of errors among the most confident predictions against their share of all."""
     for model, colour in zip(models, plotting.COLOURS, strict=False):
-        assert model.probs is not None  # noqa: S101
         confidence, right = _top(model.probs, y)
         order = confidence.argsort(descending=True, stable=True)
         number = torch.arange(1, len(order) + 1, dtype=torch.float64)
         risk = (1 - right[order]).cumsum(0) / number
         shown = torch.linspace(0, len(order) - 1, min(len(order), 500)).long()
-        area = float(metrics.aurc(model.probs.detach(), y))
+        area = float(metrics.aurc(model.probs, y))
         ax.plot((number / len(order))[shown], risk[shown], color=colour, label=f"{model.name} (AURC {area:.4f})")
     ax.set(xlim=(0, 1), xlabel="share of predictions that are accepted", ylabel="share of errors among them")
     ax.set_ylim(bottom=0)
@@ -586,8 +595,7 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
     """Coverage of 90 % intervals by tenths of the predicted width, with 95 % intervals."""
     ax.axhline(0.9, color="0.7", linewidth=1, zorder=0)
     for model, colour in zip(models, plotting.COLOURS, strict=False):
-        assert model.moments is not None  # noqa: S101
-        width = model.moments[1].detach().double().cpu().sqrt().flatten()
+        width = model.moments[1].double().cpu().sqrt().flatten()
         inside = ((2 * _places(model, y) - 1).abs() <= 0.9).double().flatten()
         groups = width.argsort(stable=True).tensor_split(10)
         groups = [group for group in groups if len(group)]
@@ -602,11 +610,10 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
 def _draw_strangers(ax: Axes, models: tuple[Predictions, ...], strange: tuple[Tensor, ...]) -> None:
     """How sure the model in question is of the test data, and of data of another kind."""
     model, other = models[0], strange[0].double().cpu()
-    if model.probs is not None:
-        inside, outside, xlabel = model.probs.detach().double().cpu().amax(1), other.amax(1), "confidence"
+    if model.of_classes:
+        inside, outside, xlabel = model.probs.double().cpu().amax(1), other.amax(1), "confidence"
     else:
-        assert model.moments is not None  # noqa: S101
-        inside = model.moments[1].detach().double().cpu().sum(1).sqrt()
+        inside = model.moments[1].double().cpu().sum(1).sqrt()
         outside, xlabel = other.sum(1).sqrt(), "predicted standard deviation"
     ends = float(torch.cat([inside, outside]).min()), float(torch.cat([inside, outside]).max())
     for values, name, colour in ((inside, "test data", "#0072B2"), (outside, "data of another kind", "#D55E00")):
@@ -643,8 +650,8 @@ def _require_rows(probs: Tensor, name: str) -> None:
 
 
 def _models(probs: Tensor, network: Tensor | None, first: str, second: str) -> tuple[Predictions, ...]:
-    models = (Predictions(second, probs),)
-    return models if network is None else (*models, Predictions(first, network))
+    models = (Predictions(second, (probs,)),)
+    return models if network is None else (*models, Predictions(first, (network,)))
 
 
 def _strange(ood: Tensor | tuple[Tensor, Tensor] | None, several: bool, n_columns: int) -> tuple[Tensor, ...]:
@@ -771,4 +778,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

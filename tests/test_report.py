@@ -40,7 +40,7 @@ def targets(kind: str, n: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor, Te
 def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 95 of 100 cases; 300 draws of the labels decide as 1,000 do, but for p values of about 1 %."""
     monkeypatch.setattr(report, "N_DRAWS", 300)
-    found = [report.Predictions("model", classes(kind, seed=seed)[0]) for seed in range(100)]
+    found = [report.Predictions("model", classes(kind, seed=seed)[:1]) for seed in range(100)]
     verdicts = [
         report._verdict_of_classes(model, classes(kind, seed=seed)[1], torch.Generator().manual_seed(seed)).kind
         for seed, model in enumerate(found)
@@ -51,7 +51,7 @@ def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", SCALES)
 def test_verdicts_of_targets_are_right(kind: str) -> None:
     cases = [targets(kind, seed=seed) for seed in range(100)]
-    verdicts = [report._verdict_of_targets(report.Predictions("m", moments=(m, v)), y).kind for m, v, y in cases]
+    verdicts = [report._verdict_of_targets(report.Predictions("m", (m, v)), y).kind for m, v, y in cases]
     assert verdicts.count(kind) >= 95
 
 

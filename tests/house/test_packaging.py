@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     assert wheel.name == f"laplace_bayes-{laplace.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"laplace/py.typed", "laplace/grid.pyi"} <= names
+    assert {"laplace/py.typed", "laplace/grid.pyi"} <= set(names)
     assert {name.split("/")[0] for name in names} == {"laplace", f"laplace_bayes-{laplace.__version__}.dist-info"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "laplace").rglob("*.py")}
     assert sources <= set(names)
