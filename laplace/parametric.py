@@ -17,6 +17,7 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import COVARIANCES, is_overridden
 from laplace.core.registry import KeyedClasses
+from laplace.enums import LinkApprox, LinkName
 from laplace.errors import NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from laplace.compat.kronecker import Kron
     from laplace.core.data_weights import WeightFn
+    from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.tuning.group import PosteriorGroup
 
 P = TypeVar("P", bound="ParametricLaplace")
@@ -456,6 +458,38 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         refinement = refine(posterior, loader, method, options)
         self.set_posterior(posterior.with_refinement(refinement))
         return refinement
+
+    @checked
+    def leave_one_out(
+        self, loader: Iterable[Any], *, link_approx: LinkName = LinkApprox.PROBIT, progress_bar: bool = False
+    ) -> LeaveOneOut:
+        """Predictions of every input of the fit without that input, from the fit alone (Nickl et al., 2023).
+
+        One Newton step in the linearised model per input; for squared loss and full curvature it is a fit to all other
+        inputs. Scores of two posteriors that differ in their prior compare them without validation data, each at the
+        mode of its own prior (`la.refine`). Compare them with each other, not with scores on a test set.
+
+        Args:
+            loader: All data of the fit, in any order; the result is in that of the loader.
+            link_approx: Link approximation of the score of classes, one that does not draw.
+            progress_bar: Show a progress bar.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: A link that is not accepted, or a calibrated posterior.
+            InvalidData: The data are not those of the fit.
+            UnsupportedError: A structure that does not hold all that an input adds (`"diag"`, low ranks, subsets of the
+                data), Kronecker factors from which more than 1 % of the inputs cannot be removed, another backend than
+                this library's GGN, outputs with positions, or a likelihood without a score in closed form.
+
+        Warns:
+            ApproximationWarning: The mean is far from the mode of the prior.
+        """
+        from laplace.refinement.leave_one_out import leave_one_out
+
+        posterior = self.snapshot()
+        posterior.refuse_calibrated("leave_one_out")
+        return leave_one_out(posterior, loader, link_approx, progress_bar=progress_bar)
 
     # Fits by hand: a loop of your own instead of `fit`.
 

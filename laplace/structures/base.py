@@ -164,6 +164,7 @@ class Curvature(ABC):
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
+        holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
         by_hand: Form in which it can be assigned and summed in a loop of your own; None if it cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
@@ -183,6 +184,7 @@ class Curvature(ABC):
     is_diagonal: bool = False
     is_variational: bool = False
     refined_by_kernels: bool = False
+    holds_every_input: bool = True
     by_hand: ByHand | None = None
     separation: Separation[Any] | None = None
     is_wide: bool = False

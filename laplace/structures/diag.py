@@ -147,6 +147,7 @@ class DiagCurvature(AdditiveCurvature):
 
     values: Tensor
     name = "diag"
+    holds_every_input = False
     by_hand = TensorByHand(square=False)
     separation = DiagSeparation()
     options = SignedOptions

@@ -416,6 +416,7 @@ class LowRankCurvature(Curvature):
     tail: float = 0.0
     trace: Tensor | None = None
     name = "lowrank"
+    holds_every_input = False
     options = LowRankOptions
     n_passes = 2
 

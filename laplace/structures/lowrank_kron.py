@@ -604,6 +604,7 @@ class LowRankKronCurvature(Curvature):
     rank: int
     corrected: tuple[Tensor, ...] | None = None
     name = "lowrank_kron"
+    holds_every_input = False
     needs_columns = True
     options = LowRankKronOptions
     separation = LowRankKronSeparation()

@@ -233,6 +233,7 @@ class NystromCurvature(Curvature):
     directions: Tensor
     gram: Tensor
     name = "gp"
+    holds_every_input = False
     exact_ggn = True
     weighs_data = False
     options = NystromOptions
