@@ -14,7 +14,7 @@ from laplace.core.argument_checks import check_counts
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.core.output_choice import Given
+from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
@@ -399,14 +399,15 @@ class Predicting(OutputSampling):
         """
         options = PredictOptions(joint=joint, diagonal_output=diagonal_output, outputs=outputs, group_size=group_size)
         channel_dim = self._predictor.posterior.channel_dim
-        gaussian = self._latent(x, options.for_network(channel_dim))
+        options = options.for_network(channel_dim)
+        gaussian = self._latent(x, options.form, options.choice, group_size)
         with autograd_mode():
             return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the outputs f at X, `[B, C]` each: `predictive_moments(X, diagonal_output=True)`."""
-        gaussian = self._latent(X, PredictOptions(diagonal_output=True))
+        gaussian = self._latent(X, "diagonal")
         with autograd_mode():
             return laid_out(gaussian, self._predictor.posterior.channel_dim)
 
@@ -422,12 +423,14 @@ class Predicting(OutputSampling):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
-    def _latent(self, x: Inputs, options: PredictOptions) -> Gaussian:
-        """Gaussian of the linearised network's outputs, or of some."""
+    def _latent(
+        self, x: Inputs, form: str, choice: OutputChoice | None = None, group_size: int | None = None
+    ) -> Gaussian:
+        """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
         predictor = self._predictor
-        source = predictor.linearised(x, options.choice, options.group_size)
+        source = predictor.linearised(x, choice, group_size)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
-            return source.gaussian(options.form)
+            return source.gaussian(form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from laplace import metrics, plotting
 from laplace.comparison import Comparison, ScoredData
-from laplace.core.random_numbers import check_generator
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.random_numbers import check_generator, uniform
 from laplace.errors import InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
@@ -373,7 +374,7 @@ def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) 
     fewer = more = larger = 0
     errors: list[Tensor] = []
     for _ in range(N_DRAWS):
-        drawn = (torch.rand(n, generator=source, dtype=torch.float64) < confidence).double()
+        drawn = widened(uniform((n,), confidence, source) < confidence)
         total, ece = drawn.sum(), _calibration_errors(bins, (drawn - confidence).unsqueeze(0))[0]
         fewer, more, larger = fewer + int(total <= number), more + int(total >= number), larger + int(ece >= observed)
         errors.append(ece)
@@ -407,7 +408,7 @@ def _verdict_of_targets(model: Predictions, y: Tensor) -> Verdict:
     place = _places(model, y)
     outer, centre = (2 * place - 1).abs().mean(1) - 0.5, place.mean(1) - 0.5
     p_values = {"width": _p_of_mean(outer, y.shape[1]), "bias": _p_of_mean(centre, y.shape[1])}
-    inside = float(((2 * place - 1).abs() <= 0.9).double().mean())
+    inside = float(widened((2 * place - 1).abs() <= 0.9).mean())
     error = math.sqrt(0.09 / n)
     at = f"its 90 % intervals hold {100 * inside:.1f} ± {100 * error:.1f} % of the targets"
     subject = _capital(_the(model.name))
@@ -415,7 +416,7 @@ def _verdict_of_targets(model: Predictions, y: Tensor) -> Verdict:
         kind: Kind = "over-confident" if float(outer.mean()) > 0 else "under-confident"
         return Verdict(model.name, kind, f"{subject} is {kind}: {at}.", p_values)
     if p_values["bias"] < LEVEL:
-        below = 100 * float((place < 0.5).double().mean())
+        below = 100 * float(widened(place < 0.5).mean())
         sentence = f"{subject} is biased: {below:.1f} % of the targets lie below the predicted medians, and {at}."
         return Verdict(model.name, "biased", sentence, p_values)
     return Verdict(model.name, "calibrated", f"{subject} shows no miscalibration beyond chance: {at}.", p_values)
@@ -428,8 +429,8 @@ def _p_of_mean(values: Tensor, n_outputs: int) -> float:
 
 
 def _class_rows(probs: Tensor, y: Tensor, classes: Sequence[str] | None) -> list[ClassRow]:
-    rows, n, wide = [], len(y), probs.double()
-    frequency = torch.bincount(y, minlength=probs.shape[1]).double() / n
+    rows, n, wide = [], len(y), widened(probs)
+    frequency = widened(torch.bincount(y, minlength=probs.shape[1])) / n
     predicted, error = wide.mean(0), (wide * (1 - wide)).sum(0).sqrt() / n
     for k in range(probs.shape[1]):
         z = float((frequency[k] - predicted[k]).abs() / error[k].clamp(min=1e-300))
@@ -482,8 +483,8 @@ def _advice(
 
 def _top(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Probability of the predicted class, and whether it is the label, `[N]` each, float64."""
-    confidence, predicted = probs.detach().double().cpu().max(1)
-    return confidence.clamp(max=1.0), (predicted == y.cpu()).double()
+    confidence, predicted = widened(probs.detach().cpu()).max(1)
+    return confidence.clamp(max=1.0), widened(predicted == y.cpu())
 
 
 def _bin_of(confidence: Tensor) -> Tensor:
@@ -499,14 +500,14 @@ def _calibration_errors(bins: Tensor, gaps: Tensor) -> Tensor:
 
 def _places(model: Predictions, y: Tensor) -> Tensor:
     """Φ((y − mean) / standard deviation), `[N, C]`, float64: uniform if calibrated."""
-    mean, variance = (values.detach().double().cpu() for values in model.moments)
-    return torch.special.ndtr((y.double().cpu() - mean) / variance.sqrt())
+    mean, variance = (widened(values.detach().cpu()) for values in model.moments)
+    return torch.special.ndtr((widened(y.cpu()) - mean) / variance.sqrt())
 
 
 def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
     """Scores of every row, `[N]`: the NLL of all outputs, means of the others over them."""
-    mean, variance = (values.detach().double().cpu() for values in model.moments)
-    error = y.double().cpu() - mean
+    mean, variance = (widened(values.detach().cpu()) for values in model.moments)
+    error = widened(y.cpu()) - mean
     z, place = error / variance.sqrt(), _places(model, y)
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
     crps = variance.sqrt() * (z * (2 * place - 1) + 2 * density - 1 / math.sqrt(math.pi))
@@ -515,12 +516,12 @@ def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
         "crps": crps.mean(1),
         "square": error.square().mean(1),
     }
-    return scores | {f"coverage_{p}": ((place - 0.5).abs() <= p / 200).double().mean(1) for p in (50, 90)}
+    return scores | {f"coverage_{p}": widened((place - 0.5).abs() <= p / 200).mean(1) for p in (50, 90)}
 
 
 def _told_apart(inside: Tensor, outside: Tensor) -> dict[str, float]:
     """AUROC and FPR95 of a score that is smaller for data of another kind."""
-    inside, outside = inside.detach().double().cpu(), outside.detach().double().cpu()
+    inside, outside = widened(inside.detach().cpu()), widened(outside.detach().cpu())
     return {"auroc": float(metrics.auroc(inside, outside)), "fpr95": float(metrics.fpr95(inside, outside))}
 
 
@@ -561,7 +562,7 @@ def _draw_reliability(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> N
         confidence, right = _top(model.probs, y)
         bins = _bin_of(confidence)
         count, total, mass = (
-            torch.zeros(N_BINS, dtype=torch.float64).index_add_(0, bins, values)
+            right.new_zeros(N_BINS).index_add_(0, bins, values)
             for values in (torch.ones_like(right), right, confidence)
         )
         used = count > 0
@@ -581,7 +582,7 @@ def _draw_risk(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None:
     for model, colour in zip(models, plotting.COLOURS, strict=False):
         confidence, right = _top(model.probs, y)
         order = confidence.argsort(descending=True, stable=True)
-        number = torch.arange(1, len(order) + 1, dtype=torch.float64)
+        number = widened(torch.arange(1, len(order) + 1))
         risk = (1 - right[order]).cumsum(0) / number
         shown = torch.linspace(0, len(order) - 1, min(len(order), 500)).long()
         area = float(metrics.aurc(model.probs, y))
@@ -595,13 +596,13 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
     """Coverage of 90 % intervals by tenths of the predicted width, with 95 % intervals."""
     ax.axhline(0.9, color="0.7", linewidth=1, zorder=0)
     for model, colour in zip(models, plotting.COLOURS, strict=False):
-        width = model.moments[1].double().cpu().sqrt().flatten()
-        inside = ((2 * _places(model, y) - 1).abs() <= 0.9).double().flatten()
+        width = widened(model.moments[1].cpu()).sqrt().flatten()
+        inside = widened((2 * _places(model, y) - 1).abs() <= 0.9).flatten()
         groups = width.argsort(stable=True).tensor_split(10)
         groups = [group for group in groups if len(group)]
         x = torch.stack([width[group].mean() for group in groups])
         right = torch.stack([inside[group].sum() for group in groups])
-        count = torch.tensor([float(len(group)) for group in groups], dtype=torch.float64)
+        count = inside.new_tensor([float(len(group)) for group in groups])
         _draw_shares(ax, x, right, count, model.name, colour)
     ax.set(ylim=(0, 1), xlabel="predicted standard deviation, in tenths", ylabel="coverage of 90 % intervals")
     ax.legend(frameon=False)
@@ -609,11 +610,11 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
 
 def _draw_strangers(ax: Axes, models: tuple[Predictions, ...], strange: tuple[Tensor, ...]) -> None:
     """How sure the model in question is of the test data, and of data of another kind."""
-    model, other = models[0], strange[0].double().cpu()
+    model, other = models[0], widened(strange[0].cpu())
     if model.of_classes:
-        inside, outside, xlabel = model.probs.double().cpu().amax(1), other.amax(1), "confidence"
+        inside, outside, xlabel = widened(model.probs.cpu()).amax(1), other.amax(1), "confidence"
     else:
-        inside = model.moments[1].double().cpu().sum(1).sqrt()
+        inside = widened(model.moments[1].cpu()).sum(1).sqrt()
         outside, xlabel = other.sum(1).sqrt(), "predicted standard deviation"
     ends = float(torch.cat([inside, outside]).min()), float(torch.cat([inside, outside]).max())
     for values, name, colour in ((inside, "test data", "#0072B2"), (outside, "data of another kind", "#D55E00")):
@@ -718,7 +719,7 @@ def _read(path: str) -> tuple[list[str], Tensor]:
         if len(row) != len(names):
             raise InvalidData(f"{path}: row {number} has {len(row)} values for {len(names)} columns.")
     try:
-        return names, torch.tensor([[float(value) for value in row] for row in rows], dtype=torch.float64)
+        return names, torch.tensor([[float(value) for value in row] for row in rows], dtype=wide_dtype())
     except ValueError as error:
         raise InvalidData(f"{path}: {error}; every value but those of the first row must be a number.") from error
 
