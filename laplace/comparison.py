@@ -123,7 +123,7 @@ class Comparison:
         name = self.names[second]
         return f"the {name}" if name in _WITH_ARTICLE else name
 
-    def _cells(self) -> list[tuple[str, str, str, str]]:
+    def cells(self) -> list[tuple[str, str, str, str]]:
         """Title, both scores and the difference with its standard error, of every row."""
         cells: list[tuple[str, str, str, str]] = []
         for name, row in self.rows.items():
@@ -144,7 +144,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         """A table of plain text, and the verdict."""
-        rows = [("", *self.names, "difference"), *self._cells()]
+        rows = [("", *self.names, "difference"), *self.cells()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2)), row[3]]).rstrip()
@@ -159,7 +159,7 @@ class Comparison:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
         head = line(("", *self.names, "difference"), "th")
-        body = "".join(line(row, "td") for row in self._cells())
+        body = "".join(line(row, "td") for row in self.cells())
         notes = "<br>".join(map(html.escape, self._notes))
         return f"<table>{head}{body}</table><p>{notes}</p>"
 

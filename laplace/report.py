@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from laplace import metrics, plotting
-from laplace.comparison import Comparison, ScoredData
+from laplace.comparison import LEVELS, N_BINS, Comparison, ScoredData
+from laplace.core import scores
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.random_numbers import check_generator, uniform
+from laplace.core.random_numbers import check_generator
+from laplace.core.selective import Ranking, calibrated_draws
 from laplace.errors import InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
@@ -46,11 +48,11 @@ LEVEL = 0.01
 FEWEST = 20
 """Labels below which there is no verdict."""
 
-N_BINS = 15
-"""Bins of the calibration error, as in `laplace.metrics`."""
-
 _FEW = 500
 """Labels below which the noise of a calibration error is worth a word."""
+
+_TIE = 1e-9
+"""Relative rounding within which two calibration errors are the same."""
 
 _BLIND = 0.7
 """AUROC below which the two sets of data are hardly told apart."""
@@ -210,7 +212,7 @@ class Report:
     def _table_lines(self) -> list[str]:
         if len(self._models) == 2:
             return repr(self.comparison).splitlines()
-        rows = [(title, value) for title, value, _, _ in self.comparison._cells()]
+        rows = [(title, value) for title, value, _, _ in self.comparison.cells()]
         width = max(len(title) for title, _ in rows)
         return [f"{title.ljust(width)}  {value:>8}" for title, value in rows]
 
@@ -230,7 +232,7 @@ class Report:
         if len(self._models) == 2:
             parts.append(self.comparison._repr_html_())
         else:
-            parts.append(table([("", self._models[0].name), *(row[:2] for row in self.comparison._cells())]))
+            parts.append(table([("", self._models[0].name), *(row[:2] for row in self.comparison.cells())]))
             parts.append(f"<p>On {self.n_data:,} inputs.</p>")
         image = base64.b64encode(_png(self.figure())).decode()
         parts.append(f'<h2>Diagrams</h2><img alt="diagrams" src="data:image/png;base64,{image}">')
@@ -276,7 +278,7 @@ def of_probabilities(
 
     Args:
         probs: Class probabilities `[N, C]` of the model in question.
-        y: Labels `[N]`, integers.
+        y: Labels `[N]`, integers; rows with the label −100 do not count.
         network: Class probabilities `[N, C]` of the model to compare with; None for none.
         ood: Class probabilities `[M, C]` for inputs of another kind; with `network` those of both, as a pair
             `(network, posterior)`.
@@ -292,25 +294,27 @@ def of_probabilities(
     source = _source(generator)
     first, second = _checked_names(names)
     _require_rows(probs, "probs")
+    if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point() or len(y) != len(probs):
+        raise InvalidData(f"y of shape {list(getattr(y, 'shape', []))}; integer labels [N] of {len(probs)} inputs.")
+    counts = y != metrics.IGNORE_INDEX
+    probs, y, network = probs[counts], y[counts], None if network is None else network[counts]
     comparison = metrics.compare_probabilities(
         probs if network is None else network, probs, y, names=(second if network is None else first, second),
         generator=source,
     )  # fmt: skip
-    if y.dim() != 1 or y.is_floating_point():
-        raise InvalidData(f"y of shape {list(y.shape)} and {y.dtype}; integer labels [N] are accepted.")
     if classes is not None and len(classes) != probs.shape[1]:
         raise InvalidArgument(f"classes= has {len(classes)} names for {probs.shape[1]} classes.")
     models = _models(probs, network, first, second)
     strange = _strange(ood, network is not None, probs.shape[1])
     verdicts = [_verdict_of_classes(model, y, source) for model in models]
     rows = _class_rows(probs.detach(), y, classes)
-    scores = {
+    told = {
         model.name: _told_apart(model.probs.amax(1), other.amax(1))
         for model, other in zip(models, strange, strict=False)
     }
-    advice = _advice(verdicts, comparison, len(models), len(y), scores, _flagged(rows))
+    advice = _advice(verdicts, comparison, len(models), len(y), told, _flagged(rows))
     shown = tuple(sorted(rows, key=lambda row: row.p_value)[:_SHOWN])
-    return Report(tuple(verdicts), comparison, shown, scores, advice, len(y), models, y, strange)
+    return Report(tuple(verdicts), comparison, shown, told, advice, len(y), models, y, strange)
 
 
 def of_gaussians(
@@ -346,8 +350,7 @@ def of_gaussians(
         sides.append(Predictions(first, _checked_moments(*network, y)))
     n_outputs, datum = y.shape[1], torch.arange(len(y))
     data = ScoredData()
-    scores = [_scores_of_targets(side, y) for side in (sides[-1], sides[0])]
-    data.add(scores[0], scores[1], datum)
+    data.add(_scores_of_targets(sides[-1], y), _scores_of_targets(sides[0], y), datum)
     comparison = data.compared(source, (sides[-1].name, second))
     strange = _strange(ood, network is not None, n_outputs)
     verdicts = [_verdict_of_targets(side, y) for side in sides]
@@ -365,21 +368,17 @@ def of_gaussians(
 def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) -> Verdict:
     confidence, right = _top(model.probs, y)
     n, mean, share = len(right), float(confidence.mean()), float(right.mean())
-    error = float((confidence * (1 - confidence)).sum().sqrt() / n)
+    error = math.sqrt(share * (1 - share) / n)
     at = f"at {100 * mean:.1f} % mean confidence {{}} is right in {100 * share:.1f} ± {100 * error:.1f} %"
     if n < FEWEST:
         return Verdict(model.name, "unknown", f"Too few labels for a verdict ({n}) on {_the(model.name)}.")
-    number, bins = right.sum(), _bin_of(confidence)
-    observed = _calibration_errors(bins, (right - confidence).unsqueeze(0))[0]
-    fewer = more = larger = 0
-    errors: list[Tensor] = []
-    for _ in range(N_DRAWS):
-        drawn = widened(uniform((n,), confidence, source) < confidence)
-        total, ece = drawn.sum(), _calibration_errors(bins, (drawn - confidence).unsqueeze(0))[0]
-        fewer, more, larger = fewer + int(total <= number), more + int(total >= number), larger + int(ece >= observed)
-        errors.append(ece)
+    ranking = Ranking.of(confidence, right)
+    observed = float(ranking.calibration_error(ranking.once, N_BINS))
+    errors, shares = calibrated_draws(confidence, N_BINS, N_DRAWS, source)
+    fewer, more = int((shares <= share).sum()), int((shares >= share).sum())
+    larger = int((errors >= observed * (1 - _TIE)).sum())
     p_values = {"accuracy": min(1.0, 2 * (min(fewer, more) + 1) / (N_DRAWS + 1)), "ece": (larger + 1) / (N_DRAWS + 1)}
-    limit = float(torch.stack(errors).quantile(0.95))
+    limit = float(errors.quantile(0.95))
     subject = _the(model.name)
     if p_values["accuracy"] < LEVEL:
         kind: Kind = "over-confident" if share < mean else "under-confident"
@@ -387,11 +386,11 @@ def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) 
     if p_values["ece"] < LEVEL:
         sentence = (
             f"{_capital(subject)} is uneven: {at.format('it')}, but not so at every confidence (ECE "
-            f"{float(observed):.4f}; of a calibrated model it would be below {limit:.4f} in 95 % of all cases)."
+            f"{observed:.4f}; of a calibrated model it would be below {limit:.4f} in 95 % of all cases)."
         )
         return Verdict(model.name, "uneven", sentence, p_values)
     sentence = (
-        f"{_capital(subject)} shows no miscalibration beyond chance: {at.format('it')} (ECE {float(observed):.4f}; of "
+        f"{_capital(subject)} shows no miscalibration beyond chance: {at.format('it')} (ECE {observed:.4f}; of "
         f"a calibrated model it would be below {limit:.4f} in 95 % of all cases)."
     )
     return Verdict(model.name, "calibrated", sentence, p_values)
@@ -464,7 +463,8 @@ def _advice(
     if kind == "biased":
         sentences.append("Look at the residuals: a bias is no question of uncertainty, but of the mean.")
     if n_models == 2 and row.difference > 2 * row.standard_error:
-        sentences.append("The posterior predicts worse than the network: tune it with `la.calibrate(train_loader)`.")
+        better, worse = (_the(name) for name in comparison.names)
+        sentences.append(f"{_capital(worse)} predicts worse than {better}: a posterior is tuned by `la.calibrate`.")
     if kind == "calibrated" and not flagged:
         sentences.append("Use these predictions as they are; look at data that are unlike the training data next.")
     if n_data < _FEW:
@@ -487,17 +487,6 @@ def _top(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return confidence.clamp(max=1.0), widened(predicted == y.cpu())
 
 
-def _bin_of(confidence: Tensor) -> Tensor:
-    """Bins (m/15, (m+1)/15] of confidences, `[N]`."""
-    return (confidence * N_BINS).ceil().long().sub(1).clamp(0, N_BINS - 1)
-
-
-def _calibration_errors(bins: Tensor, gaps: Tensor) -> Tensor:
-    """Σ_m |Σ_(n in m) gap_n| / N, of gaps `[R, N]`."""
-    sums = gaps.new_zeros(len(gaps), N_BINS).index_add_(1, bins, gaps)
-    return sums.abs().sum(1) / gaps.shape[1]
-
-
 def _places(model: Predictions, y: Tensor) -> Tensor:
     """Φ((y − mean) / standard deviation), `[N, C]`, float64: uniform if calibrated."""
     mean, variance = (widened(values.detach().cpu()) for values in model.moments)
@@ -505,18 +494,15 @@ def _places(model: Predictions, y: Tensor) -> Tensor:
 
 
 def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
-    """Scores of every row, `[N]`: the NLL of all outputs, means of the others over them."""
-    mean, variance = (widened(values.detach().cpu()) for values in model.moments)
-    error = widened(y.cpu()) - mean
-    z, place = error / variance.sqrt(), _places(model, y)
-    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    crps = variance.sqrt() * (z * (2 * place - 1) + 2 * density - 1 / math.sqrt(math.pi))
-    scores = {
-        "nll": 0.5 * ((2 * math.pi * variance).log() + z.square()).sum(1),
-        "crps": crps.mean(1),
-        "square": error.square().mean(1),
+    """Scores of every row, `[N]`, as `la.compare` has them."""
+    mean, variance, y = (widened(values.detach().cpu()) for values in (*model.moments, y))
+    shares = (_places(model, y) - 0.5).abs()
+    return {
+        "nll": scores.gaussian_nll(mean, variance, y),
+        "crps": scores.gaussian_crps(mean, variance, y),
+        "square": (y - mean).square().mean(1),
+        **{f"coverage_{p}": widened(shares <= p / 200).mean(1) for p in LEVELS},
     }
-    return scores | {f"coverage_{p}": widened((place - 0.5).abs() <= p / 200).mean(1) for p in (50, 90)}
 
 
 def _told_apart(inside: Tensor, outside: Tensor) -> dict[str, float]:
@@ -559,14 +545,9 @@ def _draw_reliability(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> N
     """Accuracy against confidence in bins of equal width, with 95 % intervals of the accuracy."""
     ax.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     for model, colour in zip(models, plotting.COLOURS, strict=False):
-        confidence, right = _top(model.probs, y)
-        bins = _bin_of(confidence)
-        count, total, mass = (
-            right.new_zeros(N_BINS).index_add_(0, bins, values)
-            for values in (torch.ones_like(right), right, confidence)
-        )
+        count, confidence, correct = (widened(part.cpu()) for part in metrics.calibration_bins(model.probs, y, N_BINS))
         used = count > 0
-        _draw_shares(ax, (mass / count)[used], total[used], count[used], model.name, colour)
+        _draw_shares(ax, confidence[used], (correct * count)[used], count[used], model.name, colour)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     ax.legend(frameon=False)
 
@@ -598,8 +579,8 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
     for model, colour in zip(models, plotting.COLOURS, strict=False):
         width = widened(model.moments[1].cpu()).sqrt().flatten()
         inside = widened((2 * _places(model, y) - 1).abs() <= 0.9).flatten()
-        groups = width.argsort(stable=True).tensor_split(10)
-        groups = [group for group in groups if len(group)]
+        n_groups = 10 if bool(width.amax() > width.amin()) else 1
+        groups = [group for group in width.argsort(stable=True).tensor_split(n_groups) if len(group)]
         x = torch.stack([width[group].mean() for group in groups])
         right = torch.stack([inside[group].sum() for group in groups])
         count = inside.new_tensor([float(len(group)) for group in groups])
@@ -748,10 +729,10 @@ def _of_file(path: str, ood: str | None, name: str) -> Report:
         if bool((std <= 0).any()):
             raise InvalidData(f"{path}: 'std' holds numbers that are not positive.")
         outside = None if strange is None else strange[:, columns.index("std")].square()
-        return of_gaussians(mean, std.square(), y, ood=outside, names=("other", name))
+        return of_gaussians(mean, std.square(), y, ood=outside, names=(f"not {name}", name))
     if not bool((y == y.round()).all()):
         raise InvalidData(f"{path}: labels are indices of the {len(columns)} columns of probabilities, from 0 on.")
-    return of_probabilities(values[:, places], y.long(), ood=strange, classes=columns, names=("other", name))
+    return of_probabilities(values[:, places], y.long(), ood=strange, classes=columns, names=(f"not {name}", name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

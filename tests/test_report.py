@@ -81,6 +81,7 @@ def test_numbers_are_those_of_the_metrics() -> None:
     assert [verdict.kind for verdict in found.verdicts] == ["calibrated", "over-confident"]
     assert found.classes[0].p_value <= found.classes[-1].p_value
     mean, variance, targets_ = targets("calibrated")
+    mean, variance, targets_ = (torch.cat([values, values.flip(0)], 1) for values in (mean, variance, targets_))
     scores = report.of_gaussians(mean, variance, targets_).comparison.rows
     assert scores["nll"].network == pytest.approx(float(metrics.gaussian_nll(mean, variance, targets_)))
     assert scores["crps"].network == pytest.approx(float(metrics.gaussian_crps(mean, variance, targets_)))
@@ -127,6 +128,13 @@ def test_pages_need_no_other_file(tmp_path: Path) -> None:
         found.save(tmp_path / "report.json")
         assert json.loads((tmp_path / "report.json").read_text()) == found.to_dict()
         assert found.verdict in repr(found)
+
+
+def test_ignored_labels_do_not_count() -> None:
+    probs, y = classes("calibrated", 200)
+    marked = torch.cat([y, torch.full((5,), -100)])
+    first, second = report.of_probabilities(probs, y), report.of_probabilities(torch.cat([probs, probs[:5]]), marked)
+    assert first.to_dict() == second.to_dict()
 
 
 def test_equal_seeds_give_equal_reports() -> None:

@@ -119,19 +119,27 @@ def _steps(sums: Tensor) -> Tensor:
     return sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
 
 
-def calibration_floor(confidence: Tensor, n_bins: int, n_resamples: int, generator: torch.Generator | None) -> Tensor:
-    """Mean calibration error of rows whose predicted class is right with the probability that it has, 0-dim, float64.
+def calibrated_draws(
+    confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Calibration errors and accuracies, `[R]` each, float64, of rows that are right with the probability they have.
 
     Args:
-        confidence: These probabilities, `[N]`.
+        confidence: Probabilities of the predicted classes, `[N]`.
         n_bins: Bins of equal width.
-        n_resamples: Number of times that it is drawn which of them are right.
+        n_draws: Number of times R that it is drawn which of them are right.
         generator: Source of randomness; None for seed 0.
     """
     source = torch.Generator().manual_seed(0) if generator is None else generator
     ranking = Ranking.of(confidence, torch.ones_like(confidence))
-    total = ranking.confidence.new_zeros(())
-    for _ in range(n_resamples):  # one at a time: the numbers do not depend on how many fit into memory
-        right = uniform(tuple(confidence.shape), confidence, source) < ranking.confidence
-        total = total + ranking.binned((widened(right) - ranking.confidence).unsqueeze(0), n_bins)[0]
-    return total / (n_resamples * len(confidence))
+    errors, accuracies = [], []
+    for _ in range(n_draws):  # one at a time: the numbers do not depend on how many fit into memory
+        right = widened(uniform(tuple(confidence.shape), confidence, source) < ranking.confidence)
+        errors.append(ranking.binned((right - ranking.confidence).unsqueeze(0), n_bins)[0])
+        accuracies.append(right.mean())
+    return torch.stack(errors) / len(confidence), torch.stack(accuracies)
+
+
+def calibration_floor(confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None) -> Tensor:
+    """Mean calibration error of calibrated rows, 0-dim, float64; arguments as of `calibrated_draws`."""
+    return calibrated_draws(confidence, n_bins, n_draws, generator)[0].mean()
