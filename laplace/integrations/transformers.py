@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from laplace.core.arguments import check_call
+from laplace.core.checks import require
 from laplace.enums import Likelihood, LikelihoodName
 from laplace.errors import InvalidArgument, InvalidInputs, MissingDependency
 from laplace.grid import from_names
@@ -133,7 +135,10 @@ class Answers(nn.Module):
             raise InvalidArgument(f"choices={list(tokens)}: the model has the tokens 0 to {size - 1}.")
         self.model = model
         self.tokens = tuple(tokens)
-        self._takes_positions = "position_ids" in inspect.signature(_inner(model).forward).parameters
+        adapters = getattr(model, "active_peft_config", None)
+        has_virtual_tokens = getattr(adapters, "is_prompt_learning", False)  # whose positions PEFT itself counts
+        parameters = inspect.signature(_inner(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters and not has_virtual_tokens
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the choices at the last token of every prompt, `[B, K]`.
@@ -153,12 +158,17 @@ class Answers(nn.Module):
             mask = torch.ones_like(tokens)
         places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         last = (mask.long() * places).amax(1) - 1  # of pads on either side
+        require(last >= 0, lambda: InvalidInputs("a prompt has no token: its attention_mask is zero."))
+        caller = get_ident()
         if self._takes_positions and "position_ids" not in given:
             given["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
 
-        def last_of_each(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def last_of_each(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if get_ident() != caller:  # another thread's pass through the same model
+                return None
             hidden = args[0]
-            index = last.clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+            place = last + hidden.shape[1] - tokens.shape[1]  # after virtual tokens of an adapter, if it has some
+            index = place.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
             return (hidden.gather(1, index), *args[1:])
 
         hook = self._head().register_forward_pre_hook(last_of_each)

@@ -106,13 +106,14 @@ def leave_one_out(
             )
         make = ProcessRefiner if structure.refined_by_kernels else WeightRefiner
         refiner = make(posterior, loader, RefineOptions(progress_bar=progress_bar))
+        refiner.require_same_loss()
         covariance = refiner.covariance()
         gradient = refiner.model.gradient(refiner.start)
         distance = math.sqrt(max(0.0, float(gradient @ covariance.solve(gradient))))
         moved = refiner.model.data.push(refiner.start)
         parts = [
-            _without_each(likelihood, refiner.scale, batch.f + step, batch.y, widened(sigma), posterior, link)
-            for batch, step, sigma in zip(
+            _without_each(likelihood, refiner.scale, batch.f + step, batch.y, widened(joint), posterior, link)
+            for batch, step, joint in zip(
                 refiner.model.data.batches, moved, covariance.of_outputs(diagonal=False), strict=True
             )
         ]

@@ -253,6 +253,10 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         return solved(product, right, near.solve, _START)
 
     @property
+    def network_loss(self) -> Tensor:
+        return self.base.loss_terms
+
+    @property
     def dtype(self) -> torch.dtype:
         return wide_dtype(self.subset.f.device)
 

@@ -126,6 +126,26 @@ class Refiner(ABC, Generic[S]):
 
     @property
     @abstractmethod
+    def network_loss(self) -> Tensor:
+        """Loss of the data at the network's own outputs, as `Likelihood.loss_terms`, `[1]` or `[C]`."""
+
+    def require_same_loss(self) -> None:
+        """Compares the loss of the data that were read with that of the fit.
+
+        Raises:
+            InvalidData: It is another one.
+        """
+        found, fitted = (
+            float(widened(terms).sum()) for terms in (self.network_loss, self.posterior.map_fit.loss_terms)
+        )
+        if abs(found - fitted) > _SAME * max(abs(fitted), 1.0):
+            raise InvalidData(
+                f"the loss of these data is {found:.6g}, that of the fit was {fitted:.6g}: give the data of the fit, "
+                "without random augmentation."
+            )
+
+    @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype in which outputs of the linear model are known."""
 
@@ -168,6 +188,9 @@ class Refiner(ABC, Generic[S]):
             end.values, standard_error,
         )  # fmt: skip
 
+
+_SAME = 1e-3
+"""Difference of two sums of losses, relative to them, that may be rounding of single precision."""
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """In posterior standard deviations: what products with a Jacobian of this precision can resolve."""

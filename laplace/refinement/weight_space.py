@@ -62,12 +62,12 @@ class LinearBatch:
         if self.engine.problem.head is not None:
             parts = list(self.engine.jacobian(self.x))
             if parts and all(jacobian.is_head for jacobian, _ in parts):
-                require_none(parts[0][0].positions, "refine(...)", _INSTEAD)
+                require_none(parts[0][0].positions, "the linear model of refine(...) and leave_one_out(...)", _INSTEAD)
                 self._outputs = torch.cat([f for _, f in parts])
                 features = torch.cat([jacobian.head_features() for jacobian, _ in parts])
                 return HeadMap(widened(features), parts[0][0].head_places())
         linear = self.engine.linear(self.x)
-        require_none(linear.positions, "refine(...)", _INSTEAD)
+        require_none(linear.positions, "the linear model of refine(...) and leave_one_out(...)", _INSTEAD)
         self._outputs = linear.f
         return GraphMap(linear, linear.f.shape[-1])
 
@@ -290,6 +290,10 @@ class WeightRefiner(Refiner[WeightCovariance]):
         )
         step = posterior.refined_step
         self.start = torch.zeros_like(self.model.offset) if step is None else widened(step)
+
+    @property
+    def network_loss(self) -> Tensor:
+        return self.model.loss_terms(torch.zeros_like(self.start))
 
     @property
     def dtype(self) -> torch.dtype:

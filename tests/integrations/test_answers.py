@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,25 @@ def test_the_head_sees_one_position_of_every_prompt() -> None:
     assert shapes == [(4, 1, VOCABULARY)]
 
 
+def test_several_threads_do_not_meet() -> None:
+    network, (batch, _) = answers(gpt2(), None, CHOICES), prompts()
+    expected = network(batch)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(network, [batch] * 40):
+            assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_virtual_tokens_come_first() -> None:
+    """Of prompt tuning, whose tokens stand before those of the batch."""
+    torch.manual_seed(0)
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, (_, rows) = peft.get_peft_model(gpt2(), options).eval(), prompts()
+    expected = torch.cat([model(input_ids=row.unsqueeze(0)).logits[:, -1, CHOICES] for row in rows])
+    network = answers(model, None, CHOICES)
+    found = torch.cat([network({"input_ids": row.unsqueeze(0)}) for row in rows])
+    assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def with_lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(2)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=4))
@@ -166,3 +186,6 @@ def test_what_is_no_language_model_is_refused() -> None:
         answers(gpt2(), None, ["a", "b"])
     with pytest.raises(InvalidInputs, match="input_ids"):
         answers(gpt2(), None, [0, 1])(torch.zeros(2, 3))  # type: ignore[arg-type]
+    empty = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}
+    with pytest.raises(InvalidInputs, match="no token"):
+        answers(gpt2(), None, [0, 1])(empty)

@@ -197,6 +197,8 @@ def test_bad_input_is_refused() -> None:
     la.fit(batches(x, y))
     with pytest.raises(InvalidData, match="the fit has seen 60"):
         la.leave_one_out(batches(x[:50], y[:50]))
+    with pytest.raises(InvalidData, match="the loss of these data"):
+        la.leave_one_out(batches(x, y.flip(0)))
     with pytest.raises(InvalidArgument, match="link_approx='mc'"):
         la.leave_one_out(batches(x, y), link_approx="mc")
     subset = Laplace(model, "classification", "all", "gp", 20)
@@ -207,6 +209,10 @@ def test_bad_input_is_refused() -> None:
     ef.fit(batches(x, y))
     with pytest.raises(UnsupportedError, match="NativeEF"):
         ef.leave_one_out(batches(x, y))
+    whole = Laplace(model, "classification", "all", "gp", 60)
+    whole.fit(batches(x, y))
+    with pytest.raises(InvalidData, match="the loss of these data"):
+        whole.leave_one_out(batches(x, y.flip(0)))
     problem = catalogue.get("mlp_heteroscedastic")
     other = Laplace(problem.make_model(), problem.likelihood, "all", "full")
     other.fit(problem.batches(4))
