@@ -24,6 +24,8 @@ from torch import Tensor
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidType, MissingDependency, StateError
 
+# Short digests of tensors, the same in every process.
+
 
 def digest(tensors: Iterable[Tensor], *, before: str = "", most: int | None = None) -> str:
     """A digest of the shapes, dtypes and bytes of tensors.

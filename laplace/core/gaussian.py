@@ -15,6 +15,14 @@ from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal_parts
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 
+# Roots of covariances that rounding cannot turn, so that samples of equal seeds agree wherever they are drawn.
+#
+# A covariance of outputs is Σ = M Mᵀ with M = J P^(−½), often singular: more outputs than weights, one input twice. Its
+# symmetric root |Mᵀ| moves by at most √2 times what M moves by (Araki and Yamagami, 1981), whatever the condition of Σ.
+# A Cholesky factor moves by the condition of M times that, eigenvectors times roots of eigenvalues by anything where
+# eigenvalues meet. Sums M Mᵀ are formed in float64: the root turns a relative error ε of Σ itself into √ε.
+
+
 _SCALES = 1e-7
 """Share of the mean variance that is added to the squares of the units, so that an output of noise alone is small."""
 

@@ -24,6 +24,9 @@ from laplace.fitting.resuming import Resumable
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Curvature, DataPass, narrowed
 
+# A user's own loss, as a fit meets it: one that has no curvature, or that couples data, would leave the prior.
+
+
 _LIBRARY = __name__.split(".")[0]
 
 _ALONE = 8

@@ -1,4 +1,4 @@
-"""Data that a sampler repeats, so that every process has equally many: they count once."""
+"""Fits by several processes: data that a sampler repeats count once, and sums are exchanged at the end."""
 
 from __future__ import annotations
 
@@ -148,6 +148,9 @@ class _Shortened:
                 f"{self.counted.given} data one by one. {_REMEDY}"
             )
         return batches.first(batch, self.dict_key_y, self.counted.rest)
+
+
+# Passes over data of which every process of a group reads a shard.
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from laplace.engines.engine import BatchSummary
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError
 from laplace.structures import fields
 
+# Checkpoints: a fit between two batches, in a file that is replaced at once or not at all.
+
+
 _VERSION = 1
 """Version of the format of the file."""
 

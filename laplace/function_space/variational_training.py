@@ -1,4 +1,4 @@
-"""Training of a variational posterior: Adam over L, the hyper-parameters and the inducing locations."""
+"""Training of a variational posterior: its objective, its inducing locations, and steps of Adam over both."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ from laplace.structures.gp.dual import Span, jacobians, observed, uncounted
 from laplace.structures.gp.subset import Pool, joined
 from laplace.tuning.objectives import find_score
 from laplace.weights.problem import Problem
+
+# Objective of a variational posterior: α-energies of the data and its distance from the prior.
+#
+# An α-energy of a datum is −(1/α) log E_q[p(y | f)^α] (Hernández-Lobato et al., 2016, "Black-box α-divergence
+# minimization"): at α → 0 the expected negative log likelihood, with which the objective is the negative evidence lower
+# bound, and at α = 1 the negative log predictive density.
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,9 @@ def divergence(gram: Tensor, prior_precision: Tensor, distance: Tensor) -> Tenso
     # tr((δ + G)⁻¹ G) = M − tr((I + G/δ)⁻¹) would cancel where G is small.
     ratio = torch.cholesky_solve(gram / prior_precision, root).trace()
     return 0.5 * (logdet - ratio + prior_precision * distance)
+
+
+# Inducing outputs: single outputs of the network at M locations, whose Jacobians carry a variational posterior.
 
 
 STRATEGIES = ("random", "kmeans")

@@ -31,6 +31,9 @@ from laplace.weights.problem import Selection
 if TYPE_CHECKING:
     from laplace.jacobian.outer import FactoredBlock
 
+# Contractions of an array J `[K, B, p]`: by dense pieces, or by its factors where it is a sum of outer products.
+
+
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
 

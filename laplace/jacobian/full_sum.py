@@ -130,6 +130,9 @@ class MatrixSum:
         return all_finite(own)
 
 
+# Symmetric products in packed form: of a_i a_j and a_j a_i, and of the entries of symmetric matrices, one is held.
+
+
 _STRIP = 8
 """Inputs whose products with all others are taken at once: half of the products need not be taken twice."""
 
@@ -283,6 +286,22 @@ def _places(n: int, device: torch.device) -> Tensor:
         places = torch.zeros(n, n, dtype=torch.long, device=device)
         places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device=device)
         return places.flatten()
+
+
+# Full matrices and outer products by pairs of layers, without J: the parts of a matrix, and how they are counted.
+#
+# For two layers with J[k, b] = g[k, b] ⊗ a[b] and J'[k, b] = g'[k, b] ⊗ a'[b], the part of a sum that they share is
+#
+#     Σ_kb J J'ᵀ = Σ_b (Σ_k g_kb g'_kbᵀ) ⊗ (a_b a'_bᵀ),
+#
+# one matrix product `[O·O', B] × [B, I·I']`: K times less work than with J multiplied out. The other way round,
+#
+#     J_b S J'_bᵀ = g_b (S · (a_b ⊗ a'_b)) g'_bᵀ
+#
+# contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more
+# than a quarter of the numbers, since both sides are symmetric. So sums (`PairSum`) and matrices (`PairedMatrix`) are
+# held pair by pair. A head, whose outputs are the network's, is one layer with inputs [φ, 1] and g = I:
+# Σ_b Λ_b ⊗ (φ_b φ_bᵀ).
 
 
 _WORTHWHILE = 2**24
@@ -486,6 +505,9 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
+# Products with a matrix by layers, without J: of a matrix the inputs are contracted first, then the outputs.
+
+
 class PairedMatrix:
     """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both.
 
@@ -561,6 +583,9 @@ def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
         terms.append(factors.a[:, inputs] @ piece.rows(matrix[entries]))
     outputs = total(terms).transpose(0, 1)  # [b, O, q]
     return outputs if factors.g is None else factors.by_datum() @ outputs
+
+
+# Sums Σ_b J_bᵀ J_b by pairs of layers, and Σ_b J_bᵀ Λ_b J_b of a head, without J or a root of Λ.
 
 
 @dataclass(eq=False)

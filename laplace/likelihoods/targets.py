@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from laplace.predictive.posterior_outputs import MixedOutputs, PosteriorOutputs
 
 
+# Expectations over a distribution by points: its samples, or the nodes of a quadrature.
+
+
 _REACH = 9.0
 _NODES = 361
 """Nodes of the trapezoidal rule over ±9 standard deviations: as exact as float64 for smooth functions."""
@@ -105,6 +108,9 @@ def column(reach: float, n: int, like: Tensor) -> Tensor:
     """Equidistant numbers from −reach to reach, `[n, 1, ...]`, that broadcast with a tensor, on its device."""
     line = torch.linspace(-reach, reach, n, dtype=wide_dtype(like.device), device=like.device)
     return line.view(-1, *(1,) * like.ndim)
+
+
+# Predictive uncertainty in two parts: what more data cannot remove (aleatoric), and what it can (epistemic).
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,6 +416,9 @@ def sample_interval(samples: Tensor, level: float, *, outward: bool = False) -> 
     return lower, upper
 
 
+# Labels: one of C classes, or C labels that are independent given f. Their mean, a probability, is all there is.
+
+
 N_BINS = 15
 """Bins of the calibration error, as in `laplace.metrics.expected_calibration_error`."""
 
@@ -552,6 +561,9 @@ class BinaryTarget(LabelTarget):
         return Bernoulli(probs=unrolled(rows.mean, rows.positions).clamp(0, 1))
 
 
+# Real targets: y = f plus Gaussian noise, under Gaussian latents.
+
+
 class RealTarget(Target):
     """Real numbers with the latents as mean, and noise of variance σ²."""
 
@@ -644,6 +656,9 @@ def _of_rows(gaussian: Gaussian) -> Distribution:
     return Independent(normal, 1) if isinstance(normal, Normal) else normal
 
 
+# The target of a likelihood that says no more: everything follows from samples of f and of y given f.
+
+
 class SampledTarget(Target):
     """y by samples: one of p(y | f) for every sample of f.
 
@@ -695,6 +710,9 @@ def _expected_variance(rows: PosteriorOutputs | MixedOutputs) -> Tensor:
     conditional = rows.likelihood.conditional(rows.latent_samples)
     with global_numbers(another(rows.draws())):
         return conditional.variance.mean(0)
+
+
+# Targets whose mean and variance under Gaussian outputs are known; a prediction is both of them.
 
 
 @dataclass(frozen=True, eq=False)

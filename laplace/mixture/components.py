@@ -19,6 +19,9 @@ from laplace.structures.base import Curvature
 from laplace.tuning.group import PosteriorGroup, require_same_data
 from laplace.weights.base import Weights
 
+# Mixture weights π: uniform, by the evidence, or given.
+
+
 RULES = ("uniform", "evidence")
 """The ways to choose weights that have a name."""
 

@@ -137,6 +137,9 @@ def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tens
     return flatten(marks).nonzero().flatten()
 
 
+# Training of multi-input multi-output networks (Havasi et al., 2021): their batches and their loss.
+
+
 class MimoBatches(CheckedConstructor):
     """Training batches of a network with M inputs and M heads (MIMO), made from those of a loader.
 

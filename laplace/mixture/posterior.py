@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from laplace.core.data_weights import WeightFn
 
 
+# Samples of a mixture: a component by its weight, then a sample of that component.
+
+
 def choose(weights: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
     """The component of every sample, `[S]`, drawn with probabilities π `[K]`."""
     steps = weights.cumsum(0)
@@ -70,6 +73,9 @@ def in_order(draws: Sequence[Callable[[int], Tensor]], chosen: Tensor) -> Tensor
     stacked = torch.cat([part.to(parts[0].device) for part in parts])
     place = chosen.argsort(stable=True).to(stacked.device)
     return stacked[place.argsort()]
+
+
+# Predictions of a mixture: those of its components, by their public methods, as one.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Witnesses of changes that no weight shows: outputs at a few data of a fit."""
+"""Whether a network is still the one that was fitted: tensors, attributes, and outputs at some data of the fit."""
 
 from __future__ import annotations
 
@@ -331,6 +331,9 @@ _RANDOM = (
     "and every prediction see one draw, as if it were part of the network. Often it is F.dropout(x, p), which drops "
     "also in evaluation mode: use nn.Dropout, or F.dropout(x, p, training=self.training)."
 )
+
+
+# Notices that a network was changed after `fit`, without a copy of it.
 
 
 _PERIOD = 4096

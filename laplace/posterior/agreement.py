@@ -1,4 +1,4 @@
-"""Accounts of a fit: what is fitted how, in values that other processes, and later ones, can compare."""
+"""Processes that fit together: each describes its fit, and all begin the same one, or raise."""
 
 from __future__ import annotations
 
@@ -96,6 +96,9 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     told = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
     plain = (str, int, float, tuple, type(None))
     return {name: value for name, value in told.items() if isinstance(value, plain)}
+
+
+# The start of a fit over several processes: all of them say what they are about to fit, and compare it.
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures import fields
 from laplace.weights.problem import Problem
 
+# Last layer and dimension of the classes, as the first outputs of a network tell them.
+
 
 def discovered(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | None = None) -> Posterior:
     """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
@@ -163,6 +165,9 @@ def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
         if ran_out(error):
             raise
         return outputs(x)
+
+
+# The start of a fit that goes on where another process was interrupted: it must be the same fit.
 
 
 def started_again(

@@ -20,6 +20,9 @@ from laplace.network.model_guard import autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
 from laplace.predictive.options import PredictOptions
 
+# Predictions of several posteriors as one: the mixture of their predictive distributions.
+
+
 Prediction = Tensor | tuple[Tensor, Tensor]
 
 

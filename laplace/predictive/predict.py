@@ -1,4 +1,4 @@
-"""The interface that predictions are asked through, of a posterior or a mixture, and the options of a prediction."""
+"""How predictions are asked for: of a posterior or a mixture, linearised or by samples, also of users' classes."""
 
 from __future__ import annotations
 
@@ -107,6 +107,9 @@ class Predictor(ABC):
             NotFittedError: Before a fit.
             UnsupportedError: It is spread over processes.
         """
+
+
+# Predictions of one posterior.
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,6 +345,9 @@ def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
         return torch.Generator(device=device).manual_seed(seeds[0])
 
     return seeded
+
+
+# Says when the noise of a regression was left at 1 where the residuals are of another size.
 
 
 _LARGEST_RATIO = 5.0

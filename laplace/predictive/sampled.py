@@ -34,6 +34,16 @@ from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import SampleSource, widest
 from laplace.weights.problem import Problem
 
+# Outputs of the network at sampled weights: a pass for each sample, or one for many of them by `torch.func.vmap`.
+#
+# Every operation has a fixed cost, of calling it, beside that of its numbers. A vectorised pass pays it once for many
+# samples, but its tensors are larger than a processor's caches, and a convolution that has another kernel for every
+# sample is slower. So a network is vectorised whose operations write few numbers, and what decides is counted: one pass
+# of one sample is watched, once per shape of the inputs. Then both ways are run on the first samples and must agree: a
+# network that vmap cannot run, or runs as another function (it draws random numbers, counts its calls), takes a pass
+# for each sample. Weights are drawn before, so that the samples are the same either way.
+
+
 CHUNK_BYTES = 2**23
 """Bytes of weights and outputs of all operations that a vectorised pass has at once, in the order of a cache's."""
 
@@ -341,6 +351,16 @@ def refuse_refined(step: Tensor | None, problem: Problem) -> None:
             "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
             "network itself; use pred_type='glm', or fit anew."
         )
+
+
+# Local reparameterisation (Kingma, Salimans and Welling, 2015; Immer et al., 2021, A.3.3): noise on pre-activations.
+#
+# Under a diagonal posterior the output of a layer that is linear in its weights is Gaussian given its input, z ~
+# N(W a + b, V_W a² + v_b), so that one forward pass draws it for every datum anew: a sample of the network costs no
+# sample of the weights, and data do not share their noise, which makes averages over data less noisy. Of positions
+# (tokens, pixels) the noise is drawn for every position, as is usual: each pre-activation has its right distribution,
+# while positions share no weights any more. Layers without this form (scales, embeddings, recurrent ones) take sampled
+# weights, shared by the batch.
 
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -1,4 +1,4 @@
-"""Expectations of loss, gradient and output Hessian under a Gaussian over the outputs of every datum."""
+"""The linearised network as a convex model of its weights, with expectations under a Gaussian over the outputs."""
 
 from __future__ import annotations
 
@@ -155,6 +155,9 @@ def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
 
 NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
 """The values themselves, without an expectation."""
+
+
+# The generalised linear model p(D | f_lin(x, θ)) p(θ) as a convex function of θ.
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,12 @@ from laplace.structures import algebra
 from laplace.structures.gp.dual import Dual, moved_by, pulled
 from laplace.structures.gp.subset import Subset, SubsetPass
 
+# Gaussian processes at M data as a linear model in as many coordinates as the data span.
+#
+# With K = U λ Uᵀ = L Lᵀ, L = U √λ, the process at the data is f = m + L z, z ~ N(0, I): a linear model with the
+# features L, in which no step touches a weight of the network (Immer et al., 2021, appendix A.3.2). The mean elsewhere
+# is m(x) + k(x, X) a with the dual a = U λ^(−½) z.
+
 
 @dataclass(frozen=True, eq=False)
 class Features:

@@ -31,6 +31,9 @@ from laplace.refinement.linear_model import LinearModel, Smoothing
 from laplace.refinement.refiner import Covariance, RefineOptions, Refiner
 from laplace.structures.base import Precision
 
+# The data as the linearised network sees them: outputs at θ*, products with the Jacobian, targets.
+
+
 _INSTEAD = "Predictions, evidence and tuning of a posterior that is not refined take them"
 """What to do with outputs that have positions."""
 
@@ -136,6 +139,9 @@ class LinearData:
             linear = batch.linear
             linear.add_pull(scale * hessian.times(linear.push(vector.unsqueeze(0))), total)
         return total[0]
+
+
+# A likelihood around other outputs than the network's: its targets say where.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Factorisations: they always exist, are announced where they take long, and are kept while they are asked for.
 
 Matrices are symmetrised and factorised in float64, with rounding below zero clamped. Eigendecompositions of minutes are
-announced by a bar where progress was asked for, else by one warning. How long they take is said by their sizes and an
-assumed speed, never by a clock: whether there is a warning is the same on every machine.
+announced by a warning. How long they take is said by their sizes and an assumed speed, never by a clock: whether there
+is a warning is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from laplace.core.checks import all_finite, require
 from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, InvalidArgument, SlowWarning, warn
+
+# Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.
+#
+# P = s·H + δ must be positive definite, H need not be. At weights that are no minimum the exact Hessian has negative
+# eigenvalues; a prior that exceeds them gives a proper posterior all the same.
+
 
 MODES = ("error", "clamp", "abs")
 

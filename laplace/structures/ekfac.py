@@ -37,6 +37,11 @@ from laplace.structures.separation import Separation, first, in_order
 from laplace.structures.spectra import BlockSpectrum, Spectra, diag_spectrum, values_at
 from laplace.structures.variances_over_priors import SpectralScan
 
+# Corrected eigenvalues: the diagonal of the curvature in a basis, which a reading of its own sums up.
+#
+# (Uᵀ H U)_pp = Σ_kb (u_pᵀ J_kb)² (George et al., 2018, "Fast Approximate Natural Gradient Descent in a
+# Kronecker-factored Eigenbasis").
+
 
 class Correction(DataPass):
     """The last reading of a structure whose bases are known by then.

@@ -34,6 +34,9 @@ from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
 
+# Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
+
+
 _COLUMNS = 32
 """Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""
 

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from laplace.structures.kron_public import DecomposedCurvature
 
 
+# Damping of Kronecker factors: √δ on either side, in the normalisation of each paper.
+
+
 DampingForm = bool | Literal["mean", "sum"]
 
 FORMS: tuple[DampingForm, ...] = (False, True, "mean", "sum")
@@ -110,6 +113,9 @@ def checked_damping(form: Any) -> DampingForm:
             "side a mean), 'mean' (both √N times a mean: Ritter et al., 2018) and 'sum' (both sums: Immer et al.)."
         )
     return form
+
+
+# Posterior precision of a block-diagonal curvature in the eigenbasis of every block, and what is asked of each.
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,11 @@ from laplace.errors import InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape, total
 from laplace.structures import algebra
 
+# Dominant eigenvectors of Kronecker factors known by their products alone (Halko et al., 2011, algorithms 4.1, 5.3).
+#
+# A factor A is multiplied with random vectors in a first reading of the data, Y = AΩ, and with an orthonormal basis Q
+# of Y's range in a second one. Within the range of Q everything is then known: QᵀAQ, of width w instead of n.
+
 
 class Draws:
     """A probe of standard normal vectors, or of the identity where those would be no fewer.

@@ -237,6 +237,14 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
     return widened(torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten())
 
 
+# Precisions close to one that is known by its products, whose inverses and roots are cheap: its preconditioners.
+#
+# A sketch of the dominant eigenpairs takes their directions out of the spectrum and leaves the rest at the prior's
+# (Frangella, Tropp and Udell, 2023), at two products with a few vectors for all hyper-parameters. Kronecker factors
+# have the scale of every layer; where data are few beside the weights, they spread curvature over directions that have
+# none.
+
+
 _OVERSAMPLING = 10
 """Vectors of the sketch besides those that are kept."""
 
@@ -271,6 +279,18 @@ def low_rank(directions: Subspace, weights: Tensor, prior: GaussianPrior) -> Low
     return LowRankPrecision(directions, weights.mean().view(1), prior)
 
 
+# Log determinants by stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017), preconditioned.
+#
+# With A = M^½ P M^½ close to the identity, log det P = −log det M + tr log A, and the trace is the mean of zᵀ log(A) z
+# over probes z with independent signs. The steps of conjugate gradients for P u = M^−½ z are those of Lanczos from z,
+# so that every quadratic form is ‖z‖² Σ_i τ_i² log θ_i, θ the eigenvalues of its tridiagonal matrix T and τ the first
+# entries of their eigenvectors. The same u gives the gradient (Hutchinson, 1990; Gardner et al., 2018): with y = M^½ z
+#
+#     d log det P = E[uᵀ (dP) y],
+#
+# of which the preconditioner's own share E[yᵀ (dM⁻¹) y] is known exactly.
+
+
 @dataclass(frozen=True, eq=False)
 class TraceLog:
     """An estimate of tr log A.
@@ -302,6 +322,9 @@ def signs(n_probes: int, n_params: int, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(device=like.device).manual_seed(seed)
     draws = torch.randint(2, (n_probes, n_params), generator=generator, device=like.device, dtype=torch.int8)
     return draws.to(like.dtype).mul_(2).sub_(1)
+
+
+# Reports of iterative answers: residuals, products, standard errors.
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,16 @@ from laplace.structures.powers import slopes
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
+# P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
+#
+# With Ĝ = Qᵀ D⁻¹ Q = L Lᵀ and Lᵀ C L = W diag(θ) Wᵀ, the rows of Zᵀ = Wᵀ L⁻¹ Qᵀ D^(−1/2) are orthonormal and
+#
+#     P = D^(1/2) (I + Z diag(θ) Zᵀ) D^(1/2),
+#
+# so that log det P − log det D = Σ log(1 + θ), P⁻¹ = D^(−1/2) (I − Z diag(θ / (1 + θ)) Zᵀ) D^(−1/2), and P is positive
+# definite just if every θ > −1. No sign of C is assumed.
+
+
 _CANCELLING = 1e-3
 """Share of a variance that rounding may take before it is computed in float64."""
 

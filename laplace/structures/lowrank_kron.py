@@ -59,6 +59,12 @@ from laplace.structures.powers import shrinking_slopes
 from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation, first, in_order, linked
 
+# The candidates of eigenvalue-corrected low rank: products of the vectors that are held of both sides of a tensor.
+#
+# Of k + oversampling vectors of either side all products are candidates, (k + oversampling)² at most; of an embedding
+# those of every row of its table. The exact diagonal of the curvature in them is what columns are chosen by, and
+# weighed.
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -137,6 +143,13 @@ def _inputs(
     if key in sides:
         return DenseBasis(sides[key].basis), sides[key].basis.shape[1]
     return None, len(factors[key])
+
+
+# Low rank plus diagonal curvature of one tensor, and the log determinant of what its low rank adds to a diagonal.
+#
+# With c = s/δ and A = (I + c D)⁻¹ it is log det K of the small
+#
+#     K = I + c Λ^½ Uᵀ S A S U Λ^½,    dK/dc = Λ^½ Uᵀ S A² S U Λ^½,    d log det K / dc = tr(K⁻¹ dK/dc).
 
 
 _ROUNDING = 32
@@ -270,6 +283,13 @@ def _cholesky(inside: Tensor) -> Tensor:
     if factor is None:
         raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
     return factor
+
+
+# P = s (S U Λ Uᵀ S + D) + diag(δ) per tensor, for any diagonal prior, by algebra on k × k matrices (Woodbury, 1950).
+#
+# With B = s D + δ, V = √s S U √Λ and K = I + Vᵀ B⁻¹ V: log det P = log det B + log det K and
+#
+#     P⁻¹ = B⁻¹ − B⁻¹ V K⁻¹ Vᵀ B⁻¹.
 
 
 _CANCELLING = 1e-3
@@ -476,6 +496,9 @@ class LowRankKronPrecision(Precision):
     @property
     def public(self) -> LowRankKronPrecision:
         return self
+
+
+# Options of low rank plus diagonal, and what a fit with them takes.
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ from laplace.structures.low_rank import Subspace
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
+# Gradients that have no graph of their own, because what they are of was solved for without one.
+
 
 def first_order(value: Tensor) -> Tensor:
     """A value as it is, which is differentiated once.
@@ -63,6 +65,9 @@ class _FirstOrder(torch.autograd.Function):
                 "solutions they are made of have no graph; use hessian_structure='full' for second derivatives."
             )
         return gradients[0]
+
+
+# Data that a posterior holds so that it can ask the network for products with their curvature, H = Σ Jᵀ Λ J.
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +236,18 @@ class DataProducts:
             for number, (batch, linear) in enumerate(self.maps()):
                 linear.add_pull(cotangents(number, batch, linear), total)
             return total
+
+
+# P = Σ_e w_e H_e + diag(δ) by products alone: what is asked of it is solved for, or estimated with its error.
+#
+# Conjugate gradients with a preconditioner (`krylov.py`) give P⁻¹ b, to a residual that is an option. Of a
+# form x P⁻¹ yᵀ the error is of second order in it, for with X = P⁻¹ Y approximately X Yᵀ + Y Xᵀ − X P Xᵀ is stationary.
+# Samples are exact but for the residual (sample-then-optimise, Antorán et al., 2023, section 3.2): with θ₀ ~ N(0, D)
+# and ε ~ N(0, I),
+#
+#     θ_s − θ* = P⁻¹ (Jᵀ √w L ε + θ₀),    L Lᵀ = Λ,
+#
+# has covariance P⁻¹ (Jᵀ w Λ J + D) P⁻¹ = P⁻¹.
 
 
 _HELD = 8

@@ -30,6 +30,13 @@ from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
+# A precision of which every process of a group has the blocks of some tensors: what is asked of it adds up.
+#
+# Log determinants, squares and variances are sums over blocks, so that every process computes those of its own, and one
+# `all_reduce` gives all of them the whole. Every query is collective: all processes ask the same, at the same inputs
+# and hyper-parameters, which a digest says before; where one fails, or asks for something else, all of them raise.
+
+
 _MATRIX = "the precision, the covariance or a root of it as a matrix"
 _INSTEAD = "ask for la.posterior_variance, la.sample or la(x)"
 

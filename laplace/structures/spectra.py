@@ -1,4 +1,4 @@
-"""The eigendecomposition of one Kronecker factor, in whatever form the factor is held."""
+"""Eigendecompositions of Kronecker factors and dense blocks, and what follows from them for every weight."""
 
 from __future__ import annotations
 
@@ -96,6 +96,9 @@ def eigenpairs(factor: ThinFactor) -> ThinFactor:
 def without_rows(parts: KronParts) -> KronParts:
     """The sums with the eigenpairs of every thin side in place of its rows."""
     return replace(parts, thin={key: eigenpairs(side) for key, side in parts.thin.items()})
+
+
+# The eigenbasis of one block of a block-diagonal curvature, and what a prior looks like in it.
 
 
 _SAME = 1e-9

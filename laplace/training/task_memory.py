@@ -23,6 +23,8 @@ from laplace.state import checked_device
 from laplace.structures.base import Curvature, Precision, move
 from laplace.training.trained_weights import random_weights
 
+# The penalty of former tasks, the negative log density of their posterior; quadratic forms with half the work.
+
 
 def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:
     """Quadratic penalty ½ (θ − θ*)ᵀ P (θ − θ*): the posterior's negative log density, without its normaliser.

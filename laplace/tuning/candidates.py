@@ -1,4 +1,4 @@
-"""Predictions of many candidates from one pass of the network."""
+"""Predictions of many candidate hyper-parameters from one pass of the network."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from laplace.predictive.posterior_outputs import mixed
 from laplace.structures.base import Precision
 from laplace.structures.draws import drawn
 from laplace.tuning.objectives import Prediction
+
+# The predictions that settings are compared by, and what a loss reads of them.
 
 
 @dataclass(frozen=True)

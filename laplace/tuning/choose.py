@@ -269,6 +269,14 @@ def _notes(coordinates: Coordinates, search: Search) -> list[str]:
     return notes
 
 
+# Says when the evidence chose a noise far larger than the residuals.
+#
+# In σ the evidence is stationary where σ² = Σ r² / (n − γ) for n observed values with residuals r, of which γ, the
+# effective number of parameters, count as explained by the weights (MacKay, 1992, "Bayesian interpolation"). Curvature
+# that leaves out how weights depend on each other has a larger γ than the GGN; with fewer data than weights it may come
+# close to n, and σ is then too large by √(n / (n − γ)).
+
+
 _LARGEST_RATIO = 1.5
 """Of the noise and the residuals: at 1.5 five ninths of the observed values count as explained."""
 
@@ -299,6 +307,16 @@ def inflated_noise(posterior: Posterior, sigma_noise: Tensor, temperature: Tenso
         "that leaves out how weights depend on each other overstates that where data are few: compare "
         "hessian_structure='full', use the last layer, or tune on validation data"
     )
+
+
+# The prior precision of the largest evidence by a fixed point (MacKay, 1992; Antorán et al., 2023, section 3.3).
+#
+# Where ∂ log p(D) / ∂δ is zero, δ_t ‖θ* − μ₀‖²_t is γ_t, the number of the entries of tensor t that the data determine:
+#
+#     δ_t ← γ_t / ‖θ* − μ₀‖²_t,    γ_t = n_t − δ_t tr_t P⁻¹ = δ_t (2 ∂ log p(D) / ∂δ_t + ‖θ* − μ₀‖²_t).
+#
+# A step takes the gradient of the evidence alone and no step size, and tends to be within a few percent after a few of
+# them: what suits an evidence that costs solutions of linear systems, and is known with a standard error.
 
 
 _TOLERANCE = 1e-3

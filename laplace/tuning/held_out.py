@@ -39,6 +39,22 @@ from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.newton import minimise
 from laplace.weights.last_layer import LastLayer
 
+# The head of a network trained anew on some of its data, with features that stay: a convex problem of few numbers.
+#
+# With features φ (a 1 for the bias among them) and r, a bias that is not random, the data without those of a fold lead
+# to
+#
+#     W = argmin_W  Σ_b ℓ(y_b, W φ_b + r) + ½ λ ‖W‖².
+#
+# There is one minimum. The search begins at the head as the user trained it, W*, and ends at the minimum, so that of
+# the fold's data nothing is left in W but what the features and λ know of them.
+#
+# λ is what makes W* as nearly as possible stationary for all data: it minimises ‖g + λ W*‖², with g = Σ_b ∂ℓ_b/∂W at
+# W*. A training that converged under weight decay has g = −λ W*, and its weight decay is found. Of one that was stopped
+# early g is what still drives the weights apart, and a penalty takes the place of stopping (Bishop, 2006, section
+# 5.5.2): loss and ‖W‖ at the minimum for all data are about those of W*.
+
+
 _FLOOR = 1e-6
 """The smallest λ, as a share of the features' mean square sum: it makes the minimum unique where nothing else does."""
 

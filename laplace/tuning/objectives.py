@@ -19,6 +19,12 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of
 from laplace.metrics import RunningMetric, accepted_by
 
+# Scores of predictions, per datum and for many candidates at once; every one is differentiable.
+#
+# Predictions of one candidate are `[B, C]`, of n candidates `[n, B, C]`; scores `[B]` and `[n, B]`. What a score means
+# is known to the likelihood's target.
+
+
 Prediction = Summary
 
 

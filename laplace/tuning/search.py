@@ -1,4 +1,4 @@
-"""Hyper-parameters as the vector of logarithms that a search moves; priors of other structures."""
+"""Searches by gradients: hyper-parameters as a vector of logarithms, and the minimum of an objective over it."""
 
 from __future__ import annotations
 
@@ -125,6 +125,9 @@ def _lengths(structure: str, layout: Layout) -> dict[str, int]:
     if structure not in lengths:
         raise InvalidArgument(f"prior_structure={structure!r}; accepted are {list(lengths)}.")
     return lengths
+
+
+# One engine for every smooth objective: Adam or L-BFGS on logarithms, and the best value seen.
 
 
 Evaluate = Callable[[Tensor], tuple[float, Tensor]]

@@ -259,6 +259,9 @@ def _require_leaf(name: str, module: nn.Module) -> None:
         )
 
 
+# Subnetwork masks by what a parameter is called, where it lives, or whatever a function says of it.
+
+
 class RegexSubnetMask(WholeTensorSubnetMask):
     r"""Selects the trainable parameter tensors whose name in `model.named_parameters()` matches a regular expression.
 
@@ -365,6 +368,9 @@ class CallableSubnetMask(SubnetMask):
             f"choose({name!r}, value) returned {said}; accepted are True, False, or a mask {list(value.shape)} of "
             "booleans or integers 0 and 1."
         )
+
+
+# Subnetwork masks that keep the n parameters with the largest score.
 
 
 class VarianceModel(Protocol):

@@ -34,6 +34,8 @@ from laplace.network.recomputation import COMPUTED_AGAIN
 from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem, reduce_features
 
+# One forward pass that remembers what its layer rules need, ready for any number of backward passes.
+
 
 class Owner(NamedTuple):
     """A module that holds a random parameter under an attribute."""
@@ -348,6 +350,9 @@ def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple
     return (_ContiguousGradient.apply(args[0]), *args[1:])
 
 
+# Calls that a forward pass records, of modules and functions with random parameters, and the blocks that they give.
+
+
 @dataclass(frozen=True)
 class UseOfParameter:
     """One use of a tensor.
@@ -544,6 +549,9 @@ class JacobianRule:
 
 Plan = tuple[JacobianRule, ...]
 """One rule per parameter."""
+
+
+# One captured forward pass and the Jacobian blocks that its backward passes give.
 
 
 _CACHED = 2**24

@@ -117,6 +117,13 @@ class LayerCall:
         return self.by
 
 
+# Calls of PyTorch's functions with random parameters: products, convolutions, tables, sums with what has no data.
+#
+# A layer rule knows a module; these know one operation, whichever module it is written in: a weight used through
+# `F.linear`, stored as `[in, out]`, or packed with others, a convolution whose module pads the images by itself, a
+# scale w ⊙ h, a table of positions that is added to all data.
+
+
 @dataclass(frozen=True, eq=False)
 class LinearCall(FunctionCall):
     """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`.
@@ -316,6 +323,9 @@ class SpreadCall(FunctionCall):
         if pulled is None:  # the operand does not depend on it
             return g.new_zeros(*g.shape[:2], *root.shape)
         return pulled.unflatten(0, g.shape[:2]).to(g.dtype)
+
+
+# Watches PyTorch's functions during one forward pass, for the random parameters that no module's rule explains.
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")

@@ -48,6 +48,9 @@ from laplace.network.model_guard import same_random_state
 from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem
 
+# The numbers that a rule must reproduce, and how closely.
+
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Relative error that rounding may leave in a product of a derivative with random vectors."""
 

@@ -10,6 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# LSTM, GRU and plain recurrent layers step by step: PyTorch runs all steps, or both products, inside one function.
+#
+# A recurrent weight is a linear layer whose positions are the steps. Zeros are added to its outputs at every step: the
+# gradient with respect to them is that of all steps.
+
+
+# `nn.MultiheadAttention` by matrix products that can be observed: PyTorch's own runs them inside one function.
+
+
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Recur = Callable[[Tensor, Tensor, Tensor | None, Tensor, list[Tensor]], None]
 State = tuple[Tensor, ...]

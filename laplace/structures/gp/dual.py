@@ -30,6 +30,9 @@ from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kerne
 from laplace.structures import algebra
 from laplace.structures.base import DataPass, require_finite
 
+# Data as an approximation in function space sees them: Jacobians with outputs and targets, and the loss on the way.
+
+
 HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
 """Text that `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
 

@@ -31,6 +31,8 @@ from laplace.structures.powers import slopes
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
+# Posterior precisions in the span of a few directions.
+
 
 def features(directions: Tensor, jacobian: Jacobian) -> Tensor:
     """J V of directions Vᵀ `[k, P]`, `[k, B, C]`, float64."""

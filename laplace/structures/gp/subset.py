@@ -1,4 +1,4 @@
-"""Data that a function-space posterior keeps: the best M of a stream by a score, read once."""
+"""Gaussian processes on a subset of the data: the data that are kept, the curvature and the precision of them."""
 
 from __future__ import annotations
 
@@ -210,6 +210,9 @@ def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
         hessian = widened(engine.likelihood.hessian(f, targets).matrix())
         scores.append((kernel_at(jacobian) * hessian).sum((1, 2)))
     return torch.cat(scores)
+
+
+# Posterior precisions of M data, by kernels between them.
 
 
 @dataclass(frozen=True, eq=False)
@@ -481,6 +484,9 @@ class DualScan(VariancesOverPriors):
 
     def _at(self, projected: Projected, delta: Tensor) -> Tensor:
         return projected.at(self.weight, self.factor * delta)
+
+
+# Curvature of a subset of the data, kept as factored Jacobians (Immer et al., 2021, appendix A.2).
 
 
 @dataclass(frozen=True)
