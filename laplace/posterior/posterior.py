@@ -194,7 +194,7 @@ def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **g
                 tensor = _of_matching_length(name, tensor if tensor.ndim else tensor.reshape(1), weights)
             elif name == "prior_mean":
                 tensor = _of_matching_length(name, tensor.reshape(-1) if isinstance(value, Tensor) else tensor, weights)
-            elif name == "sigma_noise" and not likelihood.has_noise and bool((tensor != 1).any()):
+            elif name == "sigma_noise" and not likelihood.has_noise and any(s != 1 for s in tensor.flatten().tolist()):
                 raise InvalidArgument(
                     f"sigma_noise={value} with likelihood={likelihood.name!r}, which has no observation noise; "
                     "leave sigma_noise at 1."
