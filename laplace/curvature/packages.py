@@ -48,29 +48,18 @@ from laplace.weights.problem import Caller, Problem, reduce_features
 
 @dataclass(frozen=True, eq=False)
 class CopiedBatch:
-    """A batch with a copy of the network, or of its head, which a package may write to.
+    """A batch with a copy of the network, or of its head, which a package may write to."""
 
-    Attributes:
-        module: Gives `[B, C]` for `x`. The copy itself if it is called with one tensor and returns one.
-        x: Inputs of the network, or features of the head.
-        y: Checked targets.
-        tensors: The copy's random parameters, whole, one per slot; nothing else in the copy requires gradients.
-        copies: The copy of every module of the network that was copied.
-        of_head: True if only the head was copied, so that `x` are its inputs.
-        watched: The captured pass of the network itself.
-        probe: The random cotangent u `[B, C]` of the proof.
-        gradients: Jᵀu by tensor, whole, of the copy and of the network.
-    """
-
-    module: nn.Module
-    x: Inputs
-    y: Tensor
+    module: nn.Module  # Gives `[B, C]` for `x`. The copy itself if it is called with one tensor and returns one.
+    x: Inputs  # Inputs of the network, or features of the head
+    y: Tensor  # Checked targets
+    # The copy's random parameters, whole, one per slot; nothing else in the copy requires gradients
     tensors: tuple[nn.Parameter, ...]
-    copies: Mapping[nn.Module, nn.Module]
-    of_head: bool
-    watched: ForwardPass
-    probe: Tensor
-    gradients: tuple[Tensor, ...]
+    copies: Mapping[nn.Module, nn.Module]  # The copy of every module of the network that was copied
+    of_head: bool  # True if only the head was copied, so that `x` are its inputs
+    watched: ForwardPass  # The captured pass of the network itself
+    probe: Tensor  # The random cotangent u `[B, C]` of the proof
+    gradients: tuple[Tensor, ...]  # Jᵀu by tensor, whole, of the copy and of the network
 
     @property
     def problem(self) -> Problem:
@@ -96,11 +85,7 @@ class CopiedBatch:
 
 
 def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
-    """A proven copy for a batch: of the head where the outputs are the head's, else of the network.
-
-    Raises:
-        CurvatureError: No copy gives the outputs and derivatives of the network; the message is the reason.
-    """
+    """A proven copy for a batch: of the head where the outputs are the head's, else of the network."""
     problem, f = watched.problem, watched.capture.f
     probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
     stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
@@ -207,36 +192,22 @@ _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attribut
 
 @dataclass(frozen=True, eq=False)
 class LayerFactors:
-    """Kronecker factors of the layer of a tensor, summed over a batch.
+    """Kronecker factors of the layer of a tensor, summed over a batch."""
 
-    Attributes:
-        output: Σ g gᵀ over data and positions, `[O, O]`.
-        inputs: Σ a aᵀ over data and positions, `[I, I]`, or None for a bias.
-        positions: Number of terms of the sum on the input side.
-    """
-
-    output: Tensor
-    inputs: Tensor | None
-    positions: int
+    output: Tensor  # Σ g gᵀ over data and positions, `[O, O]`
+    inputs: Tensor | None  # Σ a aᵀ over data and positions, `[I, I]`, or None for a bias
+    positions: int  # Number of terms of the sum on the input side
 
 
 class PackageEngine(CurvatureEngine):
     """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
 
     The arguments are those of `CurvatureEngine`.
-
-    Attributes:
-        package: Name of the package.
-        native_type: Class of the native engine of the same kind.
-        needs_plan: True if the network's outputs must split over the data, as all but the Hessian's must.
-
-    Raises:
-        UnsupportedError: The likelihood has no loss of PyTorch, which packages read.
     """
 
-    package: str
-    native_type: type[NativeEngine]
-    needs_plan: bool = True
+    package: str  # Name of the package
+    native_type: type[NativeEngine]  # Class of the native engine of the same kind
+    needs_plan: bool = True  # True if the network's outputs must split over the data, as all but the Hessian's must
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
@@ -467,19 +438,12 @@ class PackageEngine(CurvatureEngine):
 
 @dataclass(frozen=True)
 class _Computed:
-    """The package's part of a batch.
+    """The package's part of a batch."""
 
-    Attributes:
-        summary: The batch's other contributions.
-        values: Returned by its function.
-        rest: Tensors that are the native engine's.
-        origins: The first tensor of the same layer's use.
-    """
-
-    summary: BatchSummary
-    values: Any
-    rest: tuple[int, ...]
-    origins: list[int]
+    summary: BatchSummary  # The batch's other contributions
+    values: Any  # Returned by its function
+    rest: tuple[int, ...]  # Tensors that are the native engine's
+    origins: list[int]  # The first tensor of the same layer's use
 
 
 def missing(name: str, install: str, error: ImportError) -> MissingDependency:

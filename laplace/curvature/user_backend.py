@@ -40,15 +40,6 @@ class UserBackendEngine(CurvatureEngine):
 
     Curvature that the class does not give itself follows from its Jacobians (GGN) or gradients (empirical Fisher) if it
     defines them, then from its full matrix, and is the library's if it defines nothing that bears on it.
-
-    Args:
-        backend: The user's backend.
-        builtin: The library's engine of the same kind.
-        methods: Names of the methods that are the user's.
-        options: Keyword arguments of its `diag` and `kron`.
-
-    Raises:
-        UnsupportedError: One noise per output, for which such a backend keeps no terms.
     """
 
     def __init__(
@@ -61,9 +52,9 @@ class UserBackendEngine(CurvatureEngine):
                 f"sigma_noise holds one noise per output, for which {type(backend).__name__} keeps no terms; give "
                 "one noise, or use backend=NativeGGN."
             )
-        self.backend = backend
-        self.builtin = builtin
-        self.methods = methods
+        self.backend = backend  # The user's backend
+        self.builtin = builtin  # The library's engine of the same kind
+        self.methods = methods  # Names of the methods that are the user's
         self.call_options = options
         self.generator = builtin.generator
 
@@ -192,11 +183,7 @@ class UserBackendEngine(CurvatureEngine):
 
 
 def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:
-    """A user's loss, with the number of data and outputs that one forward pass tells.
-
-    Raises:
-        UnsupportedError: The outputs have positions.
-    """
+    """A user's loss, with the number of data and outputs that one forward pass tells."""
     problem = engine.problem
     dtype = torch.promote_types(problem.dtype, torch.float32)
     with torch.no_grad(), preserve_model(problem.module):

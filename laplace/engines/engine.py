@@ -36,19 +36,12 @@ _MAX_KEPT_BYTES = 2**26
 
 
 class SeenBatch(NamedTuple):
-    """A batch of a head without positions.
+    """A batch of a head without positions."""
 
-    Attributes:
-        features: φ, `[B, D]`, without a 1 for the bias.
-        f: Outputs `[B, C]`.
-        y: Checked targets, one for every row.
-        versions: Numbers of writes to features and targets so far.
-    """
-
-    features: Tensor
-    f: Tensor
-    y: Tensor
-    versions: tuple[int, int]
+    features: Tensor  # φ, `[B, D]`, without a 1 for the bias
+    f: Tensor  # Outputs `[B, C]`
+    y: Tensor  # Checked targets, one for every row
+    versions: tuple[int, int]  # Numbers of writes to features and targets so far
 
     @property
     def is_same(self) -> bool:
@@ -140,17 +133,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, eq=False)
 class BatchSummary:
-    """Contributions of a batch besides its curvature.
+    """Contributions of a batch besides its curvature."""
 
-    Attributes:
-        loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Number of data without ignored ones, or the sum of their weights; 0-dim where a device knows it.
-        n_outputs: C.
-    """
-
-    loss_terms: Tensor
+    loss_terms: Tensor  # Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output
+    # Number of data without ignored ones, or the sum of their weights; 0-dim where a device knows it
     n_data: float | Tensor
-    n_outputs: int
+    n_outputs: int  # C
 
     @property
     def count(self) -> float:
@@ -174,15 +162,10 @@ def same_count(first: float, second: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class OutputCurvature:
-    """Curvature of the loss with respect to the outputs of a batch.
+    """Curvature of the loss with respect to the outputs of a batch."""
 
-    Attributes:
-        hessian: Λ of every row.
-        n_positions: Rows of a datum; 1 of outputs without positions.
-    """
-
-    hessian: OutputHessian
-    n_positions: int
+    hessian: OutputHessian  # Λ of every row
+    n_positions: int  # Rows of a datum; 1 of outputs without positions
 
 
 class LinearMap(Protocol):
@@ -256,14 +239,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return self.likelihood if self.options.loss is None else TargetsAsGiven(self.likelihood.ignore_index)
 
     def require_weighing(self, what: str) -> None:
-        """Refuses what asks for weighted data.
-
-        Args:
-            what: Its name, for the message.
-
-        Raises:
-            UnsupportedError: The engine knows whole data only.
-        """
+        """Refuses what asks for weighted data."""
         if not self.weighs_data:
             raise UnsupportedError(
                 f"{what} with backend={self.name}, which sums all data with the same weight; use backend=NativeGGN, "
@@ -280,12 +256,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
             self.data_weights = None
 
     def checked(self, f: Tensor, y: Tensor) -> Tensor:
-        """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees must be logits, if any need be.
-
-        Raises:
-            InvalidData: Outputs or targets that cannot be used.
-            UnsupportedError: A loss that was assigned is not that of the likelihood at other targets.
-        """
+        """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees are checked to be logits."""
         loss = self.options.loss
         y = self.likelihood.check_targets(f, y) if loss is None else recovered_targets(self.likelihood, loss, f, y)
         if not self._seen:
@@ -296,16 +267,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return y
 
     def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
-        """Adds the unit curvature of a batch to a sum.
-
-        Args:
-            x: Inputs.
-            y: Targets.
-            sink: What the structure sums.
-
-        Raises:
-            UnsupportedError: The engine does not compute that quantity.
-        """
+        """Adds the unit curvature of a batch to a sum."""
         raise self._refusal(sink.quantity)
 
     # Quantities of one batch by themselves: tensors are the caller's.
@@ -343,12 +305,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         raise self._refusal("output_curvature")
 
     def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
-        """The outputs of a batch as a linear function of the random entries; it outlives the call.
-
-        Args:
-            x: Inputs.
-            multiplied_out: Whether J may be held, where it takes no factors.
-        """
+        """The outputs of a batch as a linear function of the random entries; it outlives the call."""
         raise self._refusal("linear_map")
 
     def jacobian(
@@ -401,15 +358,7 @@ _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac"
 
 
 def require_no_positions(positions: Sequence[int], name: str) -> None:
-    """Raises where outputs have positions, which only the library's own engines know.
-
-    Args:
-        positions: Sizes of the outputs' dimensions besides data and channels.
-        name: Of the backend or method that does not know them.
-
-    Raises:
-        UnsupportedError: They have.
-    """
+    """Raises where outputs have positions, which only the library's own engines know."""
     if positions:
         raise UnsupportedError(
             f"the network's outputs have positions (tokens or pixels), {list(positions)} besides data and channels, "
@@ -429,16 +378,7 @@ def detached(x: Inputs) -> Any:
 
 
 def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
-    """f(x, θ*), `[B, C]`, by one forward pass.
-
-    Args:
-        engine: Knows the network and the parameters.
-        x: Inputs.
-        create_graph: Keep the graph that leads to `x`.
-
-    Raises:
-        InvalidData: Outputs that are not finite.
-    """
+    """f(x, θ*), `[B, C]`, by one forward pass."""
     problem = engine.problem
     x = batches.to_device(x, problem.device)
     with preserve_model(problem.module):

@@ -22,16 +22,11 @@ class ThinFactor:
     While a fit reads its data the columns are the rows that are summed, whose products need not be formed. What is kept
     of them are the eigenpairs (`algebra.thin_eigh`), all of these in float64, in which they take no more memory than
     the matrix would in float32.
-
-    Attributes:
-        values: λ, `[..., r]`.
-        vectors: V, `[..., n, r]`, with the leading dimensions of the matrix, each of which is 1.
-        orthonormal: True if these are eigenpairs, in ascending order.
     """
 
-    values: Tensor
-    vectors: Tensor
-    orthonormal: bool = True
+    values: Tensor  # λ, `[..., r]`
+    vectors: Tensor  # V, `[..., n, r]`, with the leading dimensions of the matrix, each of which is 1
+    orthonormal: bool = True  # True if these are eigenpairs, in ascending order
 
     def __len__(self) -> int:
         return len(self.values)
@@ -127,17 +122,14 @@ class KronParts:
     """Sums from which Kronecker-factored curvature is put together, additive over batches and shards.
 
     The block of a tensor, seen as a matrix (first dimension × the rest), is left ⊗ right / positions.
-
-    Attributes:
-        factors: Summed matrices by key: output sides `[E, G, O, O]` (E terms, one per output under a vector
-            noise, else 1; G groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`,
-            diagonals `[E, p]`, numbers of positions `[]`.
-        blocks: One per random parameter, in order.
-        thin: Sides by key that are summed of fewer rows than half of their width, in place of their matrices.
     """
 
+    # Summed matrices by key: output sides `[E, G, O, O]` (E terms, one per output under a vector noise, else 1; G
+    # groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`, diagonals `[E, p]`, numbers of
+    # positions `[]`
     factors: Mapping[str, Tensor]
-    blocks: tuple[KronBlock, ...]
+    blocks: tuple[KronBlock, ...]  # One per random parameter, in order
+    # Sides by key that are summed of fewer rows than half of their width, in place of their matrices
     thin: Mapping[str, ThinFactor] = field(default_factory=dict)
 
     @classmethod
@@ -180,11 +172,9 @@ class KronParts:
     def of(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
         """Sums over data from factors of which the input side is a mean over them.
 
-        Args:
-            kfacs: Factors per tensor, `[left, right]`, or one of a bias or of an exact block; each is a matrix
-                `[n, n]`, a diagonal `[n]` or one matrix per group `[G, n, n]`.
-            n_data: Number of data.
-            origin: Begins the keys, so that sums that mean something else are not added to these.
+        Factors of a tensor are `[left, right]`, or one of a bias or of an exact block; each is a matrix `[n, n]`, a
+        diagonal `[n]` or one matrix per group `[G, n, n]`. Keys begin with `origin`, so that sums that mean something
+        else are not added to these.
         """
         factors: dict[str, Tensor] = {}
         blocks: list[KronBlock] = []
@@ -212,11 +202,7 @@ class KronParts:
         return dict(zip(keys, torch.stack([self.factors[key] for key in keys]).tolist(), strict=True)) if keys else {}
 
     def merged(self, other: KronParts) -> tuple[KronBlock, ...]:
-        """The forms of the blocks of both sets of data.
-
-        Raises:
-            InvalidData: Different rules explained a tensor.
-        """
+        """The forms of the blocks of both sets of data."""
         return tuple(map(_either, self.blocks, other.blocks))
 
     def __add__(self, other: KronParts) -> KronParts:
@@ -273,25 +259,16 @@ class KronParts:
 
 @dataclass(frozen=True)
 class KronBlock:
-    """Form of the curvature of one tensor, by keys into `KronParts.factors`.
+    """Form of the curvature of one tensor, by keys into `KronParts.factors`."""
 
-    Attributes:
-        kind: `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind.
-        size: Number of random entries.
-        output: Key of the output side, or of the dense or diagonal block.
-        input: Key of the input side, or None (a bias: 1).
-        positions: Key of the number of positions.
-        input_first: The first dimension of the tensor is the input side (embeddings, transposed convolutions).
-        index: Random entries within the Kronecker product where they are not rows × columns.
-    """
-
-    kind: str
-    size: int
-    output: str
-    input: str | None = None
-    positions: str | None = None
+    kind: str  # `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind
+    size: int  # Number of random entries
+    output: str  # Key of the output side, or of the dense or diagonal block
+    input: str | None = None  # Key of the input side, or None (a bias: 1)
+    positions: str | None = None  # Key of the number of positions
+    # The first dimension of the tensor is the input side (embeddings, transposed convolutions)
     input_first: bool = False
-    index: Tensor | None = None
+    index: Tensor | None = None  # Random entries within the Kronecker product where they are not rows × columns
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -302,16 +279,12 @@ class KronBlock:
 
 @dataclass(frozen=True, eq=False)
 class KronSketch:
-    """Products of Kronecker factors with given matrices, additive over batches as the factors are.
+    """Products of Kronecker factors with given matrices, additive over batches as the factors are."""
 
-    Attributes:
-        parts: Output sides times their matrices `[E, G, O, w]`, input sides `[G, I, w]`, counts and numbers of
-            positions as they are; nothing of tensors without factors.
-        diagonal: The exact diagonal of the curvature, `[E, P]`, or None where it was not asked for.
-    """
-
+    # Output sides times their matrices `[E, G, O, w]`, input sides `[G, I, w]`, counts and numbers of positions
+    # as they are; nothing of tensors without factors
     parts: KronParts
-    diagonal: Tensor | None
+    diagonal: Tensor | None  # The exact diagonal of the curvature, `[E, P]`, or None where it was not asked for
 
 
 def n_entries(sides: Sequence[Tensor]) -> int:

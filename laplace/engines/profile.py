@@ -13,56 +13,29 @@ from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 @dataclass(frozen=True)
 class BatchProfile:
-    """Shapes and bytes of a batch; all bytes are those of the whole batch.
+    """Shapes and bytes of a batch; all bytes are those of the whole batch."""
 
-    Attributes:
-        layout: The random parameters.
-        tensors: One per random parameter.
-        n_data: B.
-        n_outputs: C.
-        n_columns: K, backward passes that the curvature takes; 0 for one that is known by its products alone.
-        n_terms: E.
-        itemsize: Bytes of a number of the curvature.
-        graph: Bytes that a forward pass keeps for backward passes.
-        widest: Bytes that the widest layer takes in and gives out.
-        gradients: Bytes of the output gradients of one cotangent.
-        budget: Bytes of output gradients held at once.
-        product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
-        loop: True if backward passes run one by one.
-        refused: True if the columns are more backward passes than a batch may take.
-        n_batches: Batches that a fit reads, or None if their number is unknown.
-        inputs: Bytes of the inputs.
-    """
-
-    layout: Layout
-    tensors: tuple[TensorShape, ...]
-    n_data: int
-    n_outputs: int
-    n_columns: int
-    n_terms: int
-    itemsize: int
-    graph: int
-    widest: int
-    gradients: int
-    budget: int
-    product_budget: int
-    loop: bool
-    refused: bool = False
-    n_batches: int | None = None
-    inputs: int = 0
+    layout: Layout  # The random parameters
+    tensors: tuple[TensorShape, ...]  # One per random parameter
+    n_data: int  # B
+    n_outputs: int  # C
+    n_columns: int  # K, backward passes that the curvature takes; 0 for one that is known by its products alone
+    n_terms: int  # E
+    itemsize: int  # Bytes of a number of the curvature
+    graph: int  # Bytes that a forward pass keeps for backward passes
+    widest: int  # Bytes that the widest layer takes in and gives out
+    gradients: int  # Bytes of the output gradients of one cotangent
+    budget: int  # Bytes of output gradients held at once
+    product_budget: int  # Bytes that the vectors hold with which curvature is multiplied at once
+    loop: bool  # True if backward passes run one by one
+    refused: bool = False  # True if the columns are more backward passes than a batch may take
+    n_batches: int | None = None  # Batches that a fit reads, or None if their number is unknown
+    inputs: int = 0  # Bytes of the inputs
 
     @classmethod
     @lru_cache(maxsize=64)  # of one network they are all the same
     def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
-        """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
-
-        Args:
-            layout: The random parameters.
-            n_columns: K of that output.
-            itemsize: Bytes of a number of the curvature.
-            product_budget: Bytes that the vectors of one pass may hold.
-            loop: True if backward passes run one by one.
-        """
+        """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output."""
         tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
         return cls(
             layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0,
@@ -144,12 +117,7 @@ class BatchProfile:
         return 2 * self.graph + (1 if self.loop else at_once) * per_vector + at_once * rows
 
     def piece_bytes(self, sizes: Sequence[int], together: int = 1) -> int:
-        """Bytes of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes.
-
-        Args:
-            sizes: p of every tensor.
-            together: k, cotangents that cannot be split.
-        """
+        """Bytes of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes."""
         largest = max(sizes, default=0) * together * self.itemsize
         whole = largest * self.n_data * max(1, self.at_once // together)
         return max(min(whole, CHUNK_BYTES * self.itemsize // 8), largest)

@@ -61,53 +61,35 @@ Bases = Sequence[Basis]
 
 @dataclass(frozen=True)
 class BlockSource:
-    """The use that the block of a tensor comes from.
+    """The use that the block of a tensor comes from."""
 
-    Attributes:
-        use: Key of the use: a weight and its bias share the output side of one use.
-        single: True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
-            uses are those of one layer in the factors of a large one.
-        unused: True if the batch does not need the tensor, so that another batch says in which form it is held.
-        weights: How often every datum counts on the input side, whose rows no cotangent weighs, `[B]`; None for once.
-    """
-
-    use: str
+    use: str  # Key of the use: a weight and its bias share the output side of one use
+    # True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all uses
+    # are those of one layer in the factors of a large one.
     single: bool
+    # True if the batch does not need the tensor, so that another batch says in which form it is held
     unused: bool = False
+    # How often every datum counts on the input side, whose rows no cotangent weighs, `[B]`; None for once
     weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What sinks need to know of a batch before its blocks.
+    """What sinks need to know of a batch before its blocks."""
 
-    Attributes:
-        problem: The random parameters.
-        n_terms: E, terms that are kept apart: one per output, or 1.
-        dtype: Curvature dtype.
-        block_dtype: Dtype of the blocks, another one where the network casts on the way.
-        reduce: KFAC-reduce (average positions before the outer product) instead of KFAC-expand.
-        sources: Gives the use that the block of every tensor comes from.
-    """
-
-    problem: Problem
-    n_terms: int
-    dtype: torch.dtype
-    block_dtype: torch.dtype
-    reduce: bool = False
-    sources: Callable[[], Sequence[BlockSource]] = tuple
+    problem: Problem  # The random parameters
+    n_terms: int  # E, terms that are kept apart: one per output, or 1
+    dtype: torch.dtype  # Curvature dtype
+    block_dtype: torch.dtype  # Dtype of the blocks, another one where the network casts on the way
+    reduce: bool = False  # KFAC-reduce (average positions before the outer product) instead of KFAC-expand
+    sources: Callable[[], Sequence[BlockSource]] = tuple  # Gives the use that the block of every tensor comes from
 
 
 class Sink(ABC):
-    """A sum over the data that engines add batches to.
+    """A sum over the data that engines add batches to."""
 
-    Attributes:
-        quantity: What it sums, as errors and packages name it.
-        groups: Tensors of which it needs all blocks at once.
-    """
-
-    quantity: str
-    groups: Groups = ()
+    quantity: str  # What it sums, as errors and packages name it
+    groups: Groups = ()  # Tensors of which it needs all blocks at once
 
     @property
     def parts(self) -> tuple[Sink, ...]:
@@ -131,11 +113,7 @@ class Sink(ABC):
         """Adds the quantity of a whole batch, whose memory the sink may keep."""
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
-        """Adds what follows from the full curvature of a batch, `[E, P, P]`.
-
-        Raises:
-            UnsupportedError: Nothing does.
-        """
+        """Adds what follows from the full curvature of a batch, `[E, P, P]`."""
         raise UnsupportedError(
             f"{name} gives a full curvature only, from which {self.quantity} does not follow; define `jacobians` as "
             "well, or use backend=NativeGGN."
@@ -149,21 +127,13 @@ class Sink(ABC):
 
 
 class DiagSink(Sink):
-    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor, of its number of vectors.
-
-    Args:
-        bases: U of every tensor, or None for the identity.
-        values: The sum to add to; None for zeros.
-    """
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor, of its number of vectors."""
 
     def __init__(self, bases: Bases | None = None, values: Tensor | None = None) -> None:
-        self.bases = bases
-        self._values = values
+        self.bases = bases  # U of every tensor, or None for the identity
+        self._values = values  # The sum to add to; None for zeros
         self._slices: tuple[slice, ...] = ()
-
-    @property
-    def quantity(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "diag" if self.bases is None else "diag in a basis"
+        self.quantity = "diag" if bases is None else "diag in a basis"
 
     @property
     def values(self) -> Tensor:
@@ -211,18 +181,13 @@ class DiagSink(Sink):
 
 
 class BlockSink(Sink):
-    """Full curvatures of groups of tensors, `[E, p, p]` each, in float64.
-
-    Args:
-        groups: Indices of the tensors that share a block, whose entries follow each other there.
-        sums: The sum of every group to add to.
-    """
+    """Full curvatures of groups of tensors, `[E, p, p]` each, in float64."""
 
     quantity = "blocks"
 
     def __init__(self, groups: Groups, sums: Sequence[MatrixSum]) -> None:
-        self.groups = groups
-        self.sums = sums
+        self.groups = groups  # Indices of the tensors that share a block, whose entries follow each other there
+        self.sums = sums  # The sum of every group to add to
         self._n_terms = 1
         self._like = torch.empty(0)
 
@@ -251,12 +216,7 @@ class BlockSink(Sink):
 
 
 class FullSink(BlockSink):
-    """The full curvature of all tensors, `[E, P, P]`, in float64.
-
-    Args:
-        n_tensors: Number of random parameters.
-        running: The sum to add to.
-    """
+    """The full curvature of all tensors, `[E, P, P]`, in float64."""
 
     quantity = "full"
 
@@ -268,18 +228,13 @@ class FullSink(BlockSink):
 
 
 class ProductSink(Sink):
-    """Products of the curvature of all tensors with vectors, `[E, R, P]`.
-
-    Args:
-        vectors: V, `[E, R, P]`, or `[1, R, P]` for all terms.
-        products: The sum to add to; None for zeros.
-    """
+    """Products of the curvature of all tensors with vectors, `[E, R, P]`."""
 
     quantity = "matmul"
 
     def __init__(self, vectors: Tensor, products: Tensor | None = None) -> None:
-        self.vectors = vectors
-        self._products = products
+        self.vectors = vectors  # V, `[E, R, P]`, or `[1, R, P]` for all terms
+        self._products = products  # The sum to add to; None for zeros
         self._parts: tuple[Tensor, ...] = ()
         self._sums: tuple[Tensor, ...] = ()
         self._casts = False
@@ -330,12 +285,7 @@ class ProductSink(Sink):
 
 
 class PairOfSinks(Sink):
-    """Two sums of the same blocks: one backward pass for both.
-
-    Args:
-        first: The one whose heads both take.
-        second: The other one.
-    """
+    """Two sums of the same blocks: one backward pass for both."""
 
     def __init__(self, first: Sink, second: Sink) -> None:
         self.sinks = first, second
@@ -363,16 +313,13 @@ class PairOfSinks(Sink):
 
 
 class KronSink(Sink):
-    """Kronecker factors by key of one batch; exact dense or diagonal blocks where a tensor has none.
-
-    Args:
-        probe: Matrices with which factors are multiplied as they are summed, so that none is formed; tensors without
-            factors are left out then.
-    """
+    """Kronecker factors by key of one batch; exact dense or diagonal blocks where a tensor has none."""
 
     quantity = "kron"
 
     def __init__(self, probe: Probe | None = None) -> None:
+        # Matrices with which factors are multiplied as they are summed, so that none is formed; tensors
+        # without factors are left out then
         self.probe = probe
         self.factors: dict[str, Factor] = {}
         self.blocks: dict[int, KronBlock] = {}

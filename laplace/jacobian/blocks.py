@@ -47,19 +47,12 @@ _ENTRY_COST = 16
 
 @dataclass(frozen=True, eq=False)
 class RankOne:
-    """Outer products g ⊗ a, one for every datum and cotangent.
+    """Outer products g ⊗ a, one for every datum and cotangent."""
 
-    Attributes:
-        g: `[K, B, O]`, or None for the identity, K = O.
-        a: `[B, I]`.
-        n_outputs: O.
-        input_first: True if the product's first dimension is the input side.
-    """
-
-    g: Tensor | None
-    a: Tensor
-    n_outputs: int
-    input_first: bool = False
+    g: Tensor | None  # `[K, B, O]`, or None for the identity, K = O
+    a: Tensor  # `[B, I]`
+    n_outputs: int  # O
+    input_first: bool = False  # True if the product's first dimension is the input side
 
     def to(self, dtype: torch.dtype) -> RankOne:
         """The same in another dtype."""
@@ -78,18 +71,12 @@ class ProductBasis:
     """An orthogonal basis left ⊗ right of a tensor that is seen as a matrix: its first dimension × the rest.
 
     Either side may be a basis of a subspace, so that there are fewer entries in the basis than in the tensor.
-
-    Attributes:
-        left: Basis of the first dimension, of width L, or None for the identity.
-        right: Basis of the rest, of width R, or None for the identity.
-        shape: (G, L, R).
-        output_first: True if the output side is the left one.
     """
 
-    left: OrthogonalBasis | None
-    right: OrthogonalBasis | None
-    shape: tuple[int, int, int]
-    output_first: bool = True
+    left: OrthogonalBasis | None  # Basis of the first dimension, of width L, or None for the identity
+    right: OrthogonalBasis | None  # Basis of the rest, of width R, or None for the identity
+    shape: tuple[int, int, int]  # (G, L, R)
+    output_first: bool = True  # True if the output side is the left one
 
     @property
     def output(self) -> OrthogonalBasis | None:
@@ -135,31 +122,18 @@ class ProductBasis:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Sizes and form of the Jacobian of one random parameter.
+    """Sizes and form of the Jacobian of one random parameter."""
 
-    Attributes:
-        size: p, random entries.
-        factored: True if its Jacobian is a sum of outer products.
-        indexed: True if their input side is one-hot (embeddings), of `n_inputs` rows.
-        groups: G.
-        n_outputs: O of a group; p without factors.
-        n_inputs: I of a group; 1 for a bias and without factors.
-        positions: T, positions that share the tensor.
-        is_bias: True if there is no input side.
-        is_head: True if the layer's outputs are the network's.
-        copied: Bytes of inputs that are laid out anew for the contraction (unfolded images), for the whole batch.
-    """
-
-    size: int
-    factored: bool = False
-    indexed: bool = False
-    groups: int = 1
-    n_outputs: int = 1
-    n_inputs: int = 1
-    positions: int = 1
-    is_bias: bool = False
-    is_head: bool = False
-    copied: int = 0
+    size: int  # p, random entries
+    factored: bool = False  # True if its Jacobian is a sum of outer products
+    indexed: bool = False  # True if their input side is one-hot (embeddings), of `n_inputs` rows
+    groups: int = 1  # G
+    n_outputs: int = 1  # O of a group; p without factors
+    n_inputs: int = 1  # I of a group; 1 for a bias and without factors
+    positions: int = 1  # T, positions that share the tensor
+    is_bias: bool = False  # True if there is no input side
+    is_head: bool = False  # True if the layer's outputs are the network's
+    copied: int = 0  # Bytes of inputs that are laid out anew for the contraction (unfolded images), for the whole batch
 
     @property
     def is_outer_product(self) -> bool:
@@ -245,11 +219,7 @@ class Block(ABC):
         return SumBlock((self, *others))
 
     def at_places(self, present: Tensor) -> Block:
-        """The block where some positions stand for none: those count nowhere; their factors are zero.
-
-        Args:
-            present: True at the others, `[B, T]`; the layer's own positions, as those of images, are within each.
-        """
+        """The block of a layer of whose positions some hold nothing but zeros: those that `present` `[B, T]` lacks."""
         del present
         return self
 
@@ -258,10 +228,8 @@ class Block(ABC):
     def fold_positions(self, n_positions: int) -> Block | None:
         """A block `[K, B, p]` of a layer with T positions as one of B·T data with one position each.
 
-        That is the Jacobian of rows only where position t of the layer alone reaches row t.
-
-        Returns:
-            The block, or None where its positions cannot be told apart, or are not T.
+        That is the Jacobian of rows only where position t of the layer alone reaches row t. None where its positions
+        cannot be told apart, or are not T.
         """
         del n_positions
         return None
@@ -315,10 +283,9 @@ class Block(ABC):
         return None
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
-        """The kernel Σ_p J[k, b, p] J'[l, m, p], `[K, B, L, M]`, float64, by factors of both blocks.
+        """Computes the kernel Σ_p J[k, b, p] J'[l, m, p], `[K, B, L, M]`, float64, by factors of both blocks.
 
-        Returns:
-            Computes the kernel; None where this block knows no way, or dense pieces are less work.
+        None where this block knows no way, or dense pieces are less work.
         """
         del other
         return None
@@ -418,11 +385,7 @@ BLOCKS: Registry[type[Block]] = Registry("kind of block")
 
 
 def from_state(state: Mapping[str, Any]) -> Block:
-    """The block of a state.
-
-    Raises:
-        StateError: Its kind is unknown.
-    """
+    """The block of a state."""
     if state["kind"] not in BLOCKS:
         raise StateError(f"the state holds a block of kind {state['kind']!r}, known are {list(BLOCKS)}.")
     return BLOCKS[state["kind"]].from_state(state)
@@ -439,13 +402,9 @@ def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(Block):
-    """A block that is held multiplied out: small tensors, and parameters without a layer rule.
+    """A block that is held multiplied out: small tensors, and parameters without a layer rule."""
 
-    Attributes:
-        values: `[K, B, p]`.
-    """
-
-    values: Tensor
+    values: Tensor  # `[K, B, p]`
 
     @property
     def size(self) -> int:
@@ -566,16 +525,10 @@ class _Wrapper(Block):
 
 @dataclass(frozen=True)
 class MappedBlock(_Wrapper):
-    """A block in another basis, where it has no factors to rotate.
+    """A block in another basis, where it has no factors to rotate."""
 
-    Attributes:
-        whole: The block.
-        rotate: Maps `[..., p]` to `[..., q]`.
-        n_entries: Q, at most p; None for p.
-    """
-
-    rotate: Callable[[Tensor], Tensor]
-    n_entries: int | None = None
+    rotate: Callable[[Tensor], Tensor]  # Maps `[..., p]` to `[..., q]`
+    n_entries: int | None = None  # Q, at most p; None for p
 
     @property
     def size(self) -> int:
@@ -593,14 +546,9 @@ class MappedBlock(_Wrapper):
 
 @dataclass(frozen=True, eq=False)
 class PickedBlock(_Wrapper):
-    """Single entries of another block (a selection that is not rows × columns).
+    """Single entries of another block (a selection that is not rows × columns)."""
 
-    Attributes:
-        whole: The block they are entries of.
-        index: Which entries, `[p]`.
-    """
-
-    index: Tensor
+    index: Tensor  # Which entries, `[p]`
 
     @property
     def size(self) -> int:
@@ -670,13 +618,9 @@ class PickedBlock(_Wrapper):
 
 @dataclass(frozen=True)
 class JoinedBlock(Block):
-    """The tensors of one layer side by side, where they share a basis.
+    """The tensors of one layer side by side, where they share a basis."""
 
-    Attributes:
-        parts: A block of every tensor, in the order of their entries.
-    """
-
-    parts: tuple[Block, ...]
+    parts: tuple[Block, ...]  # A block of every tensor, in the order of their entries
 
     @property
     def size(self) -> int:
@@ -702,19 +646,12 @@ class JoinedBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class LazyBlock(Block):
-    """A dense block whose pieces are computed when they are asked for.
+    """A dense block whose pieces are computed when they are asked for."""
 
-    Attributes:
-        compute: Gives `[K, b, p]` of a slice of the data.
-        dims: K and p.
-        span: First and last + 1 datum of this block.
-        norm: The bound.
-    """
-
-    compute: Callable[[slice], Tensor]
-    dims: tuple[int, int]
-    span: tuple[int, int]
-    norm: Tensor
+    compute: Callable[[slice], Tensor]  # Gives `[K, b, p]` of a slice of the data
+    dims: tuple[int, int]  # K and p
+    span: tuple[int, int]  # First and last + 1 datum of this block
+    norm: Tensor  # The bound
 
     @property
     def size(self) -> int:

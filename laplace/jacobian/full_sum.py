@@ -24,19 +24,13 @@ _DATA = 16
 
 @dataclass(eq=False)
 class MatrixSum:
-    """Σ J Jᵀ `[E, p, p]`, by pairs of layers where that is less work, and of what is multiplied out.
+    """Σ J Jᵀ `[E, p, p]`, by pairs of layers where that is less work, and of what is multiplied out."""
 
-    Attributes:
-        size: Number of entries p.
-        values: `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none.
-        paired: The sum by pairs of layers, or None.
-        n_terms: Number of terms E that are kept apart.
-    """
-
-    size: int
+    size: int  # Number of entries p
+    # `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none
     values: Tensor | None = None
-    paired: PairSum | None = None
-    n_terms: int = 1
+    paired: PairSum | None = None  # The sum by pairs of layers, or None
+    n_terms: int = 1  # Number of terms E that are kept apart
 
     @classmethod
     def of(cls, values: Tensor) -> MatrixSum:
@@ -48,12 +42,7 @@ class MatrixSum:
         self.upper(len(values), values).add_(values)
 
     def upper(self, n_terms: int, like: Tensor) -> Tensor:
-        """The sum of what is multiplied out, `[E, p, p]`, to add to in place; the upper block triangle counts.
-
-        Args:
-            n_terms: E.
-            like: Gives dtype and device.
-        """
+        """The sum of what is multiplied out, `[E, p, p]`, to add to in place; the upper block triangle counts."""
         if self.values is None:
             self.values, self.n_terms = like.new_zeros(n_terms, self.size, self.size), n_terms
         if self.values.dtype != like.dtype:  # a sum keeps what the wider of its terms holds
@@ -61,14 +50,7 @@ class MatrixSum:
         return self.values
 
     def add_blocks(self, blocks: Sequence[Block], n_terms: int, first: int, like: Tensor) -> None:
-        """Adds the outer products of weighted blocks that follow each other.
-
-        Args:
-            blocks: One of every tensor.
-            n_terms: E: a term is an output, or holds all.
-            first: Term of the first cotangent.
-            like: Gives the device, and the dtype of products and sum.
-        """
+        """Adds the outer products of weighted blocks that follow each other."""
         if self.paired is None and self.values is None and n_terms == 1 and Pairs.are_less_work(blocks, _DATA):
             self.paired = PairSum.zeros(Pairs.of(blocks), like)
         if self.paired is not None and self.paired.pairs == Pairs.of(blocks):
@@ -84,14 +66,7 @@ class MatrixSum:
                 add_gram(total[(first + k) % n_terms], piece[:, k])
 
     def add_head(self, blocks: Sequence[HeadBlock], hessian: OutputHessian, n_terms: int, like: Tensor) -> None:
-        """Adds Σ_b J_bᵀ Λ_b J_b of the blocks of a head, without a root of Λ.
-
-        Args:
-            blocks: One of every tensor.
-            hessian: Λ of the data; its diagonals alone count where terms are kept apart.
-            n_terms: E: a term is an output, or holds all.
-            like: Gives the device, and the dtype of products and sum.
-        """
+        """Adds Σ_b J_bᵀ Λ_b J_b of the blocks of a head, without a root of Λ."""
         form = SymmetricForm.of(hessian) if n_terms == 1 else SymmetricForm(n_terms, Entries.DIAGONAL)
         pairs = Pairs.of(blocks)
         if self.paired is not None and (self.paired.pairs, self.paired.forms) != (pairs, (form,)):
@@ -102,13 +77,7 @@ class MatrixSum:
 
     @staticmethod
     def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int) -> Pairs | None:
-        """Pairs by which the outer products of tensors of these shapes are summed; None where they are not.
-
-        Args:
-            shapes: One of every tensor.
-            n_cotangents: Number of cotangents that are added at once.
-            n_terms: E.
-        """
+        """Pairs by which the outer products of tensors of these shapes are summed; None where they are not."""
         is_head = all(shape.is_head for shape in shapes)
         return Pairs.of_shapes(shapes, n_cotangents, _DATA) if n_terms == 1 or is_head else None
 
@@ -147,15 +116,10 @@ class Entries(Enum):
 
 @dataclass(frozen=True)
 class SymmetricForm:
-    """Form of symmetric `[n, n]`: entries from which the others follow.
+    """Form of symmetric `[n, n]`: entries from which the others follow."""
 
-    Attributes:
-        n: Width of the matrices.
-        entries: Those that are held.
-    """
-
-    n: int
-    entries: Entries = Entries.TRIANGLE
+    n: int  # Width of the matrices
+    entries: Entries = Entries.TRIANGLE  # Those that are held
 
     @classmethod
     def of(cls, hessian: OutputHessian) -> SymmetricForm:
@@ -196,19 +160,12 @@ class SymmetricForm:
 
 @dataclass(frozen=True)
 class Strip:
-    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on.
+    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on."""
 
-    Attributes:
-        start: First i.
-        stop: Last i, and one.
-        width: Number of inputs I.
-        first: Place of the first product among those of all strips.
-    """
-
-    start: int
-    stop: int
-    width: int
-    first: int
+    start: int  # First i
+    stop: int  # Last i, and one
+    width: int  # Number of inputs I
+    first: int  # Place of the first product among those of all strips
 
     @property
     def size(self) -> int:
@@ -310,21 +267,14 @@ _WORTHWHILE = 2**24
 
 @dataclass(frozen=True)
 class Part:
-    """Entries of a full matrix that are seen as inputs × outputs.
+    """Entries of a full matrix that are seen as inputs × outputs."""
 
-    Attributes:
-        blocks: Indices of the blocks: one weight, those of a head, or all that are multiplied out.
-        slices: Their entries.
-        n_outputs: O; of what is multiplied out all entries.
-        inputs: Number of inputs of every block, which follow each other; none of what is multiplied out.
-        input_first: True if the entries are inputs × outputs, and not outputs × inputs.
-    """
-
-    blocks: tuple[int, ...]
-    slices: tuple[slice, ...]
-    n_outputs: int
+    blocks: tuple[int, ...]  # Indices of the blocks: one weight, those of a head, or all that are multiplied out
+    slices: tuple[slice, ...]  # Their entries
+    n_outputs: int  # O; of what is multiplied out all entries
+    # Number of inputs of every block, which follow each other; none of what is multiplied out
     inputs: tuple[int, ...] = ()
-    input_first: bool = False
+    input_first: bool = False  # True if the entries are inputs × outputs, and not outputs × inputs
 
     @property
     def is_product(self) -> bool:
@@ -383,15 +333,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every pair of the parts of some blocks that follow each other.
+    """Every pair of the parts of some blocks that follow each other."""
 
-    Attributes:
-        parts: Layers, and last what is multiplied out, if anything is.
-        size: Number of entries P.
-    """
-
-    parts: tuple[Part, ...]
-    size: int
+    parts: tuple[Part, ...]  # Layers, and last what is multiplied out, if anything is
+    size: int  # Number of entries P
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Pairs:
@@ -509,15 +454,10 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class PairedMatrix:
-    """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both.
-
-    Args:
-        pairs: The parts of the blocks.
-        matrix: S, `[P, P]`.
-    """
+    """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both."""
 
     def __init__(self, pairs: Pairs, matrix: Tensor) -> None:
-        self.pairs = pairs
+        self.pairs = pairs  # The parts of the blocks
         self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
 
     def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
@@ -558,13 +498,7 @@ class PairedMatrix:
 
 
 def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> Tensor:
-    """J_b M of every datum, `[B, K, Q]`, for M `[P, Q]`: g_b (M a_b) of every layer, little more than B·P·Q products.
-
-    Args:
-        pairs: The parts of the blocks.
-        blocks: J.
-        matrix: M, in the dtype of the product.
-    """
+    """J_b M of every input, `[B, K, Q]`, for M `[P, Q]`: g_b (M a_b) of every layer, about B·P·Q products."""
     result: list[Tensor] = []
     for _, factors in pairs.factors(blocks, matrix.dtype):
         widest = len(factors[0].a) * max(part.n_outputs for part in pairs.parts if part.is_product)
@@ -590,29 +524,18 @@ def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class PairSum:
-    """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
+    """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair."""
 
-    Attributes:
-        pairs: The parts of the blocks that are added.
-        forms: Of every part, in which form the outputs of its pair with itself are held.
-        sums: Of every pair, outputs × inputs: `[O·O', I·I']`; of a layer with itself few numbers twice, one strip of
-            inputs after the other, `[numbers]`; of what is multiplied out with itself `[O, O]`, of which the upper
-            block triangle counts.
-    """
-
-    pairs: Pairs
-    forms: tuple[SymmetricForm, ...]
+    pairs: Pairs  # The parts of the blocks that are added
+    forms: tuple[SymmetricForm, ...]  # Of every part, in which form the outputs of its pair with itself are held
+    # Of every pair, outputs × inputs: `[O·O', I·I']`; of a layer with itself few numbers twice, one strip of
+    # inputs after the other, `[numbers]`; of what is multiplied out with itself `[O, O]`, of which the upper
+    # block triangle counts
     sums: dict[tuple[int, int], Tensor]
 
     @classmethod
     def zeros(cls, pairs: Pairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
-        """The sum over nothing, in the dtype and on the device of a tensor.
-
-        Args:
-            pairs: The parts of the blocks.
-            like: The tensor.
-            head: The form of a head's Λ.
-        """
+        """The sum over nothing, in the dtype and on the device of a tensor."""
         forms = tuple(SymmetricForm(part.n_outputs) if head is None else head for part in pairs.parts)
         return cls(pairs, forms, {pair: like.new_zeros(_shape(pairs, forms, *pair)) for pair in pairs})
 
@@ -651,11 +574,7 @@ class PairSum:
         return result
 
     def dense(self, n_terms: int = 1) -> Tensor:
-        """The matrices `[E, P, P]`; beside them and the sums little is held.
-
-        Args:
-            n_terms: E: one per output of a head with a diagonal Λ, or 1.
-        """
+        """The matrices `[E, P, P]`; beside them and the sums little is held."""
         size = self.pairs.size
         values = next(iter(self.sums.values()))
         if n_terms > 1:

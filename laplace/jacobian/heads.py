@@ -24,18 +24,12 @@ class HeadRows(Block):
     """∂f_k / ∂W_cd = δ_kc φ_d for K outputs k of every datum, of a weight `(C, D)` or of a bias, with φ = 1 and D = 1.
 
     Of a vocabulary of 50,000 outputs no more than the K rows of W are read: nothing here is `[B, C]`.
-
-    Attributes:
-        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
-        outputs: The k of every datum, `[B, K]`.
-        n_outputs: C.
-        is_bias: True for a bias.
     """
 
-    features: Tensor
-    outputs: Tensor
-    n_outputs: int
-    is_bias: bool = False
+    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
+    outputs: Tensor  # The k of every datum, `[B, K]`
+    n_outputs: int  # C
+    is_bias: bool = False  # True for a bias
 
     @property
     def size(self) -> int:
@@ -129,15 +123,10 @@ BLOCKS.register("head rows")(HeadRows)
 
 
 class Head(Block):
-    """A block of a layer whose outputs are the network's, in their basis or another one.
+    """A block of a layer whose outputs are the network's, in their basis or another one."""
 
-    Attributes:
-        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
-        is_bias: True for a bias.
-    """
-
-    features: Tensor
-    is_bias: bool
+    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
+    is_bias: bool  # True for a bias
 
     @abstractmethod
     def at(self, data: slice | Tensor) -> Head:
@@ -145,27 +134,16 @@ class Head(Block):
 
     @abstractmethod
     def ggn_diagonal(self, hessian: OutputHessian, *, per_output: bool) -> Tensor:
-        """Diagonal of Σ_b J_bᵀ Λ_b J_b, `[1, p]`, without a root of Λ.
-
-        Args:
-            hessian: Output Hessians Λ of the data.
-            per_output: Take the diagonals of Λ alone, with a row for every output, `[C, p]`.
-        """
+        """Diagonal of Σ_b J_bᵀ Λ_b J_b, `[1, p]`, without a root of Λ."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadBlock(Head):
-    """∂f_k / ∂W_cd = δ_kc φ_d of a weight `(C, D)`, or of a bias, with φ = 1 and D = 1.
+    """∂f_k / ∂W_cd = δ_kc φ_d of a weight `(C, D)`, or of a bias, with φ = 1 and D = 1."""
 
-    Attributes:
-        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
-        n_outputs: C.
-        is_bias: True for a bias.
-    """
-
-    features: Tensor
-    n_outputs: int
-    is_bias: bool = False
+    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
+    n_outputs: int  # C
+    is_bias: bool = False  # True for a bias
 
     @classmethod
     def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
@@ -306,17 +284,11 @@ class HeadBlock(Head):
 
 @dataclass(frozen=True, eq=False)
 class RotatedHeadBlock(Head):
-    """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o).
+    """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o)."""
 
-    Attributes:
-        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
-        basis: u, `[C, O]`.
-        is_bias: True for a bias.
-    """
-
-    features: Tensor
-    basis: Tensor
-    is_bias: bool = False
+    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
+    basis: Tensor  # u, `[C, O]`
+    is_bias: bool = False  # True for a bias
 
     @property
     def head(self) -> HeadBlock:
@@ -397,11 +369,7 @@ def heads_alone(blocks: Sequence[Block]) -> list[HeadBlock] | None:
 
 
 def unrotated(blocks: Sequence[Head]) -> list[HeadBlock]:
-    """The blocks of a head in the basis of its outputs.
-
-    Raises:
-        CurvatureError: They are in another one.
-    """
+    """The blocks of a head in the basis of its outputs."""
     heads = heads_alone(blocks)
     if heads is None:
         raise CurvatureError("a head's outer products are those in the basis of its outputs; these blocks are rotated.")

@@ -28,19 +28,12 @@ from laplace.weights.problem import Selection
 
 @dataclass(frozen=True, eq=False)
 class IndexBlock(FactoredBlock):
-    """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`.
+    """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`."""
 
-    Attributes:
-        index: Row of each position `[B, T]`, −1 where it is none of the selected ones.
-        g: Gradients of the embedded positions `[K, B, T, D]`.
-        n_rows: V, the number of rows of the table.
-        counted: Positions that reach the table at all, `[B, T]`: all but padding.
-    """
-
-    index: Tensor
-    g: Tensor
-    n_rows: int
-    counted: Tensor
+    index: Tensor  # Row of each position `[B, T]`, −1 where it is none of the selected ones
+    g: Tensor  # Gradients of the embedded positions `[K, B, T, D]`
+    n_rows: int  # V, the number of rows of the table
+    counted: Tensor  # Positions that reach the table at all, `[B, T]`: all but padding
     input_first: bool = field(default=True, init=False)
 
     @classmethod

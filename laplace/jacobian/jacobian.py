@@ -21,15 +21,10 @@ from laplace.jacobian.outer import flat_product
 
 @dataclass(frozen=True, eq=False)
 class GroupedBlock(Block):
-    """A block `[K, b·n, p]` of b·n rows as one of b groups, `[n·K, b, p]`: rows of a group major, cotangents minor.
+    """A block `[K, b·n, p]` of b·n rows as one of b groups, `[n·K, b, p]`: rows of a group major, cotangents minor."""
 
-    Attributes:
-        whole: The block of the rows.
-        group_size: n.
-    """
-
-    whole: Block
-    group_size: int
+    whole: Block  # The block of the rows
+    group_size: int  # n
 
     @property
     def size(self) -> int:
@@ -112,23 +107,18 @@ class GroupedBlock(Block):
 
 @dataclass(frozen=True)
 class Jacobian:
-    """All blocks of a problem, in the order of its slots.
+    """All blocks of a problem, in the order of its slots."""
 
-    Attributes:
-        blocks: One per random parameter.
-        positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
-        wide: True if covariances of its outputs are summed in float64, since they are to be factored: the root of a
-            sum that was rounded in float32 is known to three digits (`laplace.core.gaussian`).
-        outputs: Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or
-            for other cotangents.
-        group_size: Rows that a datum is made of; its cotangents are those of all of them, rows major.
-    """
-
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # One per random parameter
+    # Of outputs with positions, their dimensions: the data here are rows, data × positions
     positions: tuple[int, ...] = ()
+    # True if covariances of its outputs are summed in float64, since they are to be factored: the root of a sum
+    # that was rounded in float32 is known to three digits (`laplace.core.gaussian`)
     wide: bool = False
+    # Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or for
+    # other cotangents
     outputs: Tensor | None = None
-    group_size: int = 1
+    group_size: int = 1  # Rows that a datum is made of; its cotangents are those of all of them, rows major
 
     @property
     def n_data(self) -> int:
@@ -220,22 +210,14 @@ class Jacobian:
 
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Jacobian:
-        """The Jacobian of a state.
-
-        Raises:
-            StateError: It is malformed.
-        """
+        """The Jacobian of a state."""
         return cls(tuple(from_state(block) for block in state))
 
 
 def chosen(
     pieces: Generator[tuple[Jacobian, Tensor]], choice: OutputChoice | None
 ) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs of a choice of K outputs, of those of all `[b, C]`; all where there is no choice.
-
-    Raises:
-        InvalidArgument: The choice is not of outputs of these rows.
-    """
+    """Jacobians and outputs of a choice of K outputs, of those of all `[b, C]`; all where there is no choice."""
     start = 0
     with closing(pieces):
         for jacobian, f in pieces:
@@ -265,9 +247,6 @@ def whole_groups(pieces: Generator[tuple[Jacobian, Tensor]], size: int) -> Gener
     """Jacobians of groups of `size` data, and outputs of their rows, of pieces that end anywhere.
 
     Of outputs with positions a group has the rows of all positions of its data.
-
-    Raises:
-        InvalidArgument: The last group is not whole.
     """
     begun: list[tuple[Jacobian, Tensor]] = []
     with closing(pieces):
@@ -305,13 +284,7 @@ Scales = Sequence[Tensor] | None
 
 
 def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
-    """K between the data of two Jacobians, `[B, C, M, C]`, float64.
-
-    Args:
-        first: J of B data.
-        second: J of M data.
-        scales: Prior variance of every random parameter.
-    """
+    """K between the data of two Jacobians, `[B, C, M, C]`, float64."""
     pairs = zip(first.blocks, second.blocks, strict=True)
     return total(_scaled(block_kernel(x, y), scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
 

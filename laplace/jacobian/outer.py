@@ -37,24 +37,14 @@ F = TypeVar("F", bound="FactoredBlock")
 
 
 class FactoredBlock(Block):
-    """Σ_t g ⊗ a over T positions and in G groups, whose curvature has the Kronecker factors Σ g gᵀ and Σ a aᵀ.
+    """Σ_t g ⊗ a over T positions and in G groups, whose curvature has the Kronecker factors Σ g gᵀ and Σ a aᵀ."""
 
-    Attributes:
-        g: Output gradients `[K, B, T, ..., O]`.
-        input_first: True if the tensor's first dimension is the input side.
-    """
-
-    g: Tensor
-    input_first: bool
+    g: Tensor  # Output gradients `[K, B, T, ..., O]`
+    input_first: bool  # True if the tensor's first dimension is the input side
 
     @abstractmethod
     def with_factors(self: F, inputs: Callable[[Tensor], Tensor], g: Tensor) -> F:
-        """The block with other factors.
-
-        Args:
-            inputs: Maps every tensor of the input side, `[B, T, ...]`.
-            g: Output gradients.
-        """
+        """The block with other output gradients, and a function of every tensor of the input side, `[B, T, ...]`."""
 
     @property
     @abstractmethod
@@ -74,15 +64,9 @@ class FactoredBlock(Block):
     def input_side(
         self, gram: Callable[[Tensor | Patches], S], weights: Tensor | None = None, *, reduce: bool
     ) -> S | Tensor | None:
-        """Input side Σ w a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
+        """Σ w a aᵀ by `gram` of rows `[..., G, I]` or patches; counts `[V]` if a is one-hot, None for a bias.
 
-        Args:
-            gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.
-            weights: How often every datum counts, `[B]`; None for once.
-            reduce: Average a over the positions of a datum.
-
-        Returns:
-            The input side, or None for a bias.
+        With `reduce`, a is averaged over the positions of an input.
         """
 
     @abstractmethod
@@ -154,10 +138,7 @@ def kernel_by_grams(
 ) -> Callable[[], Tensor]:
     """Σ_g Σ_tt' (a·a')(g·g') of two blocks of one tensor, `[K, B, L, M]`, float64, in chunks of their data.
 
-    Args:
-        x: A block of B data.
-        y: A block of M data.
-        input_products: Gives a · a' of slices of the data of both, `[G, b, T, m, T']`, float64.
+    `input_products` gives a · a' of slices of the data of both, `[G, b, T, m, T']`.
     """
 
     def products(i: slice, j: slice) -> Tensor:
@@ -193,21 +174,16 @@ anew for every product: with fewer, several products are of the same patches."""
 
 @dataclass(frozen=True, eq=False)
 class OuterBlock(FactoredBlock):
-    """Σ_t g ⊗ a of a linear or convolutional weight, or Σ_t g of its bias.
+    """Σ_t g ⊗ a of a linear or convolutional weight, or Σ_t g of its bias."""
 
-    Attributes:
-        a: Inputs `[B, T, G, I]` of the G groups, or patches of that shape, or None for a bias (all ones, I = 1).
-        g: Output gradients `[K, B, T, G, O]`.
-        input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions, products x W.
-        unfolded: g are the layer's output gradients in patches, and not those of its bias: transposed convolutions.
-        counted: Positions that count, `[B, T]`, of which others hold zeros; None for all.
-    """
-
+    # Inputs `[B, T, G, I]` of the G groups, or patches of that shape, or None for a bias (all ones, I = 1)
     a: Tensor | Patches | None
-    g: Tensor
+    g: Tensor  # Output gradients `[K, B, T, G, O]`
+    # The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions, products x W
     input_first: bool = False
+    # g are the layer's output gradients in patches, and not those of its bias: transposed convolutions
     unfolded: bool = False
-    counted: Tensor | None = None
+    counted: Tensor | None = None  # Positions that count, `[B, T]`, of which others hold zeros; None for all
 
     # Sizes.
 

@@ -29,21 +29,13 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """Patches that are unfolded where they are read, few data at a time or all of them.
+    """Patches that are unfolded where they are read, few data at a time or all of them."""
 
-    Attributes:
-        images: Padded images `[B, T', channels, *space]`, T' of every datum.
-        kernel: Size of a patch.
-        stride: Steps between patches.
-        dilation: Steps within a patch.
-        groups: G.
-    """
-
-    images: Tensor
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    images: Tensor  # Padded images `[B, T', channels, *space]`, T' of every datum
+    kernel: tuple[int, ...]  # Size of a patch
+    stride: tuple[int, ...]  # Steps between patches
+    dilation: tuple[int, ...]  # Steps within a patch
+    groups: int  # G
 
     @property
     def shape(self) -> torch.Size:
@@ -69,11 +61,7 @@ class Patches:
         return unfolded.unflatten(0, self.images.shape[:2]).flatten(1, -3)
 
     def slices(self, n_bytes: int | None = None) -> Iterator[slice]:
-        """Consecutive data, few enough that what is made of their images stays in a cache.
-
-        Args:
-            n_bytes: Bytes that are made of all images; None for all patches.
-        """
+        """Consecutive data, few enough that what is made of their images stays in a cache."""
         data = len(self.images)
         parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // _PART_BYTES)))
         for i in range(parts):

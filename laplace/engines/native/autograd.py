@@ -28,13 +28,7 @@ _RECURRENT = (nn.RNNBase,)
 
 
 def prefers_loop(module: nn.Module, *, twice: bool = False, stepwise: bool = False) -> bool:
-    """True if the network holds layers whose vectorised backward pass is slow or missing.
-
-    Args:
-        module: The network.
-        twice: Of passes that differentiate twice, which also for convolutions are faster when vectorised.
-        stepwise: Of passes in which recurrent layers run step by step, by operations that are vectorised.
-    """
+    """True if the network holds layers whose vectorised backward pass is slow or missing."""
     slow = (() if twice else _CONVOLUTIONS) + (() if stepwise else _RECURRENT)
     return any(isinstance(child, slow) for child in modules_of(module))
 
@@ -47,17 +41,9 @@ def pull(
     loop: bool,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Gradients of Σ_bc u_kbc f_bc with respect to every edge, for every k.
+    """Gradients `[K, *shape]` of Σ_bc u_kbc f_bc with respect to every edge, for every k; None where there are none.
 
-    Args:
-        f: Outputs `[B, C]`.
-        edges: What to differentiate with respect to.
-        cotangents: u, `[K, B, C]`.
-        loop: One pass for each k instead of a vectorised one.
-        create_graph: True if the gradients can be differentiated again.
-
-    Returns:
-        One tensor `[K, *shape of the edge]` per edge, or None where f does not depend on it.
+    With `loop` one pass for each of the cotangents u `[K, B, C]`, else a vectorised one.
     """
     if not edges:
         return []
@@ -69,30 +55,21 @@ class BackwardPasses:
 
     They start at a number whose gradients with respect to the outputs are the cotangents. Given these,
     `torch.autograd.grad` would compare their shapes by SymPy, whose import takes a third of a second.
-
-    Args:
-        outputs: Tensors of any shapes.
-        edges: What to differentiate with respect to.
-        create_graph: True if the gradients can be differentiated again.
     """
 
     def __init__(
         self, outputs: Sequence[Tensor], edges: Sequence[GradientEdge | Tensor], *, create_graph: bool = False
     ) -> None:
+        # What to differentiate with respect to
         self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
-        self.create_graph = create_graph
+        self.create_graph = create_graph  # True if the gradients can be differentiated again
         self._dtypes = [output.dtype for output in outputs]
         self._cotangents: list[Tensor] = []
         with torch.inference_mode(False), torch.enable_grad():
             self._start: Tensor = _Start.apply(self._cotangents, *outputs)  # pyright: ignore[reportAssignmentType]
 
     def each(self, *cotangents: Tensor, loop: bool) -> list[Tensor | None]:
-        """Those of K cotangents `[K, *shape of the output]`, one after the other or at once, `[K, *shape of the edge]`.
-
-        Args:
-            *cotangents: Of every output.
-            loop: One pass for each k instead of a vectorised one.
-        """
+        """Gradients `[K, *shape of the edge]` of K cotangents `[K, *shape of the output]`, in a loop or at once."""
         if not loop and len(cotangents[0]) > 1:
             try:
                 with slow_batching_accepted():
@@ -154,10 +131,6 @@ def differentiable(module: nn.Module, *, twice: bool) -> AbstractContextManager[
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
     say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
     and of its fused weight norm wrong ones.
-
-    Args:
-        module: The network.
-        twice: True if gradients are differentiated again, or vectorised over data.
     """
     if twice:
         return _differentiable_twice()

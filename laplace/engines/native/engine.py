@@ -47,15 +47,10 @@ _COPIES = 4
 
 @dataclass(frozen=True, eq=False)
 class _Datum:
-    """One datum whose positions are differentiated a few at a time.
+    """One datum whose positions are differentiated a few at a time."""
 
-    Attributes:
-        batch: Its forward pass.
-        outputs: Which outputs of every position, `[T, K]`; None for all.
-    """
-
-    batch: ForwardPass
-    outputs: Tensor | None
+    batch: ForwardPass  # Its forward pass
+    outputs: Tensor | None  # Which outputs of every position, `[T, K]`; None for all
 
 
 class NativeEngine(CurvatureEngine):
@@ -145,11 +140,7 @@ class NativeEngine(CurvatureEngine):
         return [(batch.jacobian(), batch.at_outputs())]
 
     def check_passes(self, count: int, what: str) -> None:
-        """Refuses work that takes a backward pass per position and output where that is too much.
-
-        Raises:
-            UnsupportedError: More than `max_passes`.
-        """
+        """Refuses work that takes a backward pass per position and output where that is too much."""
         if count <= self.max_passes:
             return
         remedy = "Use pred_type='nn'"
@@ -206,12 +197,7 @@ class NativeEngine(CurvatureEngine):
     # How they come about.
 
     def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
-        """One captured forward pass in evaluation mode, with a plan proven for this form of input.
-
-        Raises:
-            InvalidData: A batch of no data.
-            UnsupportedError: Gradients are to be kept of a network that checkpoints its activations.
-        """
+        """One captured forward pass in evaluation mode, with a plan proven for this form of input."""
         with torch.inference_mode(False), preserve_model(self.problem.module):
             x = x if create_graph else detached(x)
             capture = self._capture(x, create_graph=create_graph)
@@ -336,11 +322,7 @@ class NativeEngine(CurvatureEngine):
             self.seen.add(calls[0].x, batch.f, targets.y)
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
-        """Checked targets of outputs f, `[B·T, C]`, of which rows count as often as their datum.
-
-        Raises:
-            InvalidData: Outputs or targets that cannot be used, or weights of other data.
-        """
+        """Checked targets of outputs f, `[B·T, C]`, of which rows count as often as their datum."""
         checked = self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
         weights = self.data_weights
         if weights is not None:

@@ -59,29 +59,21 @@ def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Outputs of one forward pass with the uses of every hooked module.
+    """Outputs of one forward pass with the uses of every hooked module."""
 
-    Attributes:
-        f: Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a datum, C per position.
-        uses: Calls of the modules that own random parameters and have a layer rule, then of functions, if observed.
-        stand_ins: The tensors that were differentiated, by name.
-        loop: True if backward passes run one by one.
-        create_graph: True if gradients are to be differentiated again, with respect to x.
-        reduced: True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
-        positions: The dimensions between that of the data and that of the channels, whose product is T.
-        processes: Those that the network is spread over, which make every backward pass together.
-        as_it_was: Of a network that checkpoints activations, a block in which it is as it was in this pass: its parts
-            run once more in every backward pass.
-    """
-
+    # Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a datum, C per position
     f: Tensor
     calls: tuple[LayerCall, ...]
-    stand_ins: dict[str, Tensor]
-    loop: bool
-    create_graph: bool = False
+    stand_ins: dict[str, Tensor]  # The tensors that were differentiated, by name
+    loop: bool  # True if backward passes run one by one
+    create_graph: bool = False  # True if gradients are to be differentiated again, with respect to x
+    # True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced)
     reduced: bool = False
+    # The dimensions between that of the data and that of the channels, whose product is T
     positions: tuple[int, ...] = ()
-    processes: Processes | None = None
+    processes: Processes | None = None  # Those that the network is spread over, which make every backward pass together
+    # Of a network that checkpoints activations, a block in which it is as it was in this pass: its parts run once
+    # more in every backward pass
     as_it_was: Callable[[], AbstractContextManager[object]] | None = None
 
     def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
@@ -167,17 +159,6 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     that checkpoints activations is put into the state of this pass for every backward pass. One
     that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
     again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
-
-    Args:
-        problem: The network and its random parameters.
-        x: Inputs.
-        loop: True if backward passes run one by one.
-        create_graph: True if gradients are to be differentiated again.
-        observed: True if PyTorch's functions are watched as well as modules.
-
-    Raises:
-        InvalidArgument: Features are to be reduced, and there are positions behind them.
-        UnsupportedError: A spread network whose gradients are to be differentiated again, or that leaves a tensor out.
     """
     if problem.processes is not None:
         return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
@@ -355,17 +336,11 @@ def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple
 
 @dataclass(frozen=True)
 class UseOfParameter:
-    """One use of a tensor.
+    """One use of a tensor."""
 
-    Attributes:
-        call: Index of the recorded call.
-        attribute: Attribute of the module, or argument of the function, that the tensor is.
-        axis: Dimension of the data.
-    """
-
-    call: int
-    attribute: str
-    axis: BatchAxis
+    call: int  # Index of the recorded call
+    attribute: str  # Attribute of the module, or argument of the function, that the tensor is
+    axis: BatchAxis  # Dimension of the data
 
 
 Activations = dict[tuple[int, str, bool, torch.dtype], Any]
@@ -385,17 +360,9 @@ def block_of(
     dtype: torch.dtype,
     activations: Activations | None = None,
 ) -> Block:
-    """The block of one slot.
+    """The block of one slot from its uses and the gradients `[K, *output shape]` of their calls.
 
-    Args:
-        problem: The network and its random parameters.
-        slot: Which tensor.
-        uses: Its uses.
-        calls: All recorded calls.
-        gradients: `[K, *output shape]` of the calls of these uses, by their numbers.
-        n_data: B.
-        dtype: That of the weights, at least float32.
-        activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
+    `activations` keeps what does not depend on the cotangents from one call to the next.
     """
     memory = {} if activations is None else activations
     blocks: list[Block] = []
@@ -451,16 +418,7 @@ def per_sample(
     *,
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Dense blocks `[K, B, p]` of the given slots.
-
-    Args:
-        problem: The network and its random parameters.
-        x: Inputs of B data.
-        cotangents: `[K, B, M]`, M = T·C for outputs with T positions.
-        slots: Indices of the wanted tensors in `problem.slots`.
-        fallback: The way to compute them.
-        create_graph: True if the result is to be differentiated with respect to x.
-    """
+    """Dense blocks `[K, B, p]` of the given slots."""
     names = [problem.slots[i].name for i in slots]
     with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
         if fallback is Fallback.VMAP:
@@ -519,26 +477,20 @@ def _looped(
 
 @dataclass(frozen=True)
 class JacobianRule:
-    """The way to the block of one tensor: from its recorded uses, or by a fallback.
+    """The way to the block of one tensor: from its recorded uses, or by a fallback."""
 
-    Attributes:
-        uses: Uses whose contributions add up; empty if the tensor does not influence the outputs.
-        fallback: The fallback that computes the block, or None.
-        description: Text for the coverage report.
-        by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
-            that rows are data like any other and their cost does not grow with the square of the positions.
-        is_head: Whether, besides, the layer's outputs are the network's.
-        proven: True if the rule holds for the next batch of this form too. It does not where the batch could
-            not tell it from another (zeros, equal data) or where the place of the data may depend on them.
-        shapes: By what they depend on, shapes of the tensor's Jacobian.
-    """
-
+    # Uses whose contributions add up; empty if the tensor does not influence the outputs
     uses: tuple[UseOfParameter, ...] = ()
-    fallback: Fallback | None = None
-    description: str = "unused"
+    fallback: Fallback | None = None  # The fallback that computes the block, or None
+    description: str = "unused"  # Text for the coverage report
+    # True if the rule holds for the next batch of this form too. It does not where the batch could not tell it
+    # from another (zeros, equal data) or where the place of the data may depend on them.
     proven: bool = True
+    # Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so that
+    # rows are data like any other and their cost does not grow with the square of the positions
     by_row: bool = False
-    is_head: bool = False
+    is_head: bool = False  # Whether, besides, the layer's outputs are the network's
+    # By what they depend on, shapes of the tensor's Jacobian
     shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -562,30 +514,19 @@ _LAZY_SHARE = 4
 
 
 class ForwardPass:
-    """A captured forward pass with its proven plan: what the backward passes start from.
-
-    Args:
-        problem: The network and its random parameters.
-        x: Inputs of B data.
-        capture: What the hooks captured.
-        plan: How the block of every tensor is made.
-        memory_budget: Bytes of dense fallback blocks held at once.
-        widest: Data of the largest batch among the processes that a network is spread over; None for B.
-
-    Attributes:
-        f: Outputs `[B·T, C]`, detached; T = 1 where a datum has one position.
-    """
+    """A captured forward pass with its proven plan: what the backward passes start from."""
 
     def __init__(
         self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int, widest: int | None = None
     ) -> None:
-        self.problem = problem
-        self.x = x
-        self.capture = capture
-        self.plan = plan
-        self.memory_budget = memory_budget
+        self.problem = problem  # The network and its random parameters
+        self.x = x  # Inputs of B data
+        self.capture = capture  # What the hooks captured
+        self.plan = plan  # How the block of every tensor is made
+        self.memory_budget = memory_budget  # Bytes of dense fallback blocks held at once
+        # Data of the largest batch among the processes that a network is spread over; None for B
         self.widest = self.n_data if widest is None else widest
-        self.f = capture.rows.detach()
+        self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a datum has one position
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
         self._activations: Activations = {}
@@ -705,14 +646,7 @@ class ForwardPass:
         return block if rows is None else rows
 
     def profile(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
-        """Profile of the batch by its shapes, without its graph, which is held by now.
-
-        Args:
-            n_columns: K.
-            n_terms: E.
-            product_budget: Bytes that the vectors of one pass may hold.
-            refused: True if the columns are more backward passes than a batch may take.
-        """
+        """Profile of the batch by its shapes, without its graph, which is held by now."""
         return BatchProfile(
             layout=self.problem.layout, tensors=self._shapes(), n_data=self.n_data if self.mixes else len(self.f),
             n_outputs=self.f.shape[1], n_columns=n_columns, n_terms=n_terms, itemsize=self.dtype.itemsize,
@@ -744,12 +678,7 @@ class ForwardPass:
         return [call.x.to("meta") for call in self.capture.calls]
 
     def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
-        """The Jacobian of the network's rows: one-hot cotangents, none for a head.
-
-        Args:
-            outputs: Of every row, `[B·T, K]`; None for all.
-            part: Positions of the only datum; None for all rows.
-        """
+        """The Jacobian of the network's rows, of some outputs `[B·T, K]`, or at a part of one input's positions."""
         heads = self.heads()
         rest = [i for i in range(len(self.plan)) if i not in heads]
         blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}

@@ -30,15 +30,10 @@ from laplace.jacobian.outer import OuterBlock
 
 
 class FunctionCall(ABC):
-    """One call of a function of PyTorch with random parameters among its arguments, and the blocks that it gives them.
+    """A call of a function of PyTorch with random parameters among its arguments, and the blocks of these."""
 
-    Attributes:
-        name: Name in the coverage report.
-        roles: Which argument each tensor is, by the tensor's name.
-    """
-
-    name: str
-    roles: Mapping[str, str]
+    name: str  # Name in the coverage report
+    roles: Mapping[str, str]  # Which argument each tensor is, by the tensor's name
 
     @property
     def whole(self) -> bool:
@@ -75,24 +70,17 @@ class LayerCall:
 
     The place is an edge of the graph and not the output tensor, so that a later in-place operation on the
     output does no harm and no copy is needed.
-
-    Attributes:
-        by: The module, or the call of a function.
-        x: The first input.
-        edge: Where the output's gradient is found.
-        shape: The output's shape.
-        fed: Nodes of the data that went in, which the call only reads.
-        is_known: True if what runs between the two is PyTorch's, or that of the class that has the rule: not a method
-            or a hook of the user's besides.
-        nodes: Nodes of the graph that give its results: that of the output, or of all products that it stands for.
     """
 
-    by: nn.Module | FunctionCall
-    x: Tensor
-    edge: GradientEdge
-    shape: torch.Size
-    fed: tuple[Any, ...] = ()
+    by: nn.Module | FunctionCall  # The module, or the call of a function
+    x: Tensor  # The first input
+    edge: GradientEdge  # Where the output's gradient is found
+    shape: torch.Size  # The output's shape
+    fed: tuple[Any, ...] = ()  # Nodes of the data that went in, which the call only reads
+    # True if what runs between the two is PyTorch's, or that of the class that has the rule: not a method or a
+    # hook of the user's besides
     is_known: bool = True
+    # Nodes of the graph that give its results: that of the output, or of all products that it stands for
     nodes: tuple[Any, ...] = ()
 
     @property
@@ -107,11 +95,7 @@ class LayerCall:
 
     @property
     def module(self) -> nn.Module:
-        """The module, where it is one.
-
-        Raises:
-            CurvatureError: A function was called.
-        """
+        """The module, where it is one."""
         if not isinstance(self.by, nn.Module):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by
@@ -126,19 +110,14 @@ class LayerCall:
 
 @dataclass(frozen=True, eq=False)
 class LinearCall(FunctionCall):
-    """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`.
-
-    Attributes:
-        x: Inputs `[..., I]`.
-        rows: By role, rows of the tensor that are used, of how many: parts of a packed projection.
-        transposed: True if the weight is stored `[in, out]`.
-    """
+    """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`."""
 
     name: str
     roles: Mapping[str, str]
-    x: Tensor
+    x: Tensor  # Inputs `[..., I]`
+    # By role, rows of the tensor that are used, of how many: parts of a packed projection
     rows: Mapping[str, tuple[int, int]]
-    transposed: bool = False
+    transposed: bool = False  # True if the weight is stored `[in, out]`
 
     @property
     def whole(self) -> bool:
@@ -160,25 +139,16 @@ class LinearCall(FunctionCall):
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionCall(FunctionCall):
-    """z = W ∗ x + b.
-
-    Attributes:
-        x: Images `[N, channels, *space]`.
-        kernel: Spatial shape of W.
-        stride: One number per dimension of space, as of `padding` and `dilation`.
-        padding: Zeros before and after each dimension of space.
-        dilation: Between entries of the kernel.
-        groups: G.
-    """
+    """z = W ∗ x + b."""
 
     name: str
     roles: Mapping[str, str]
-    x: Tensor
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
+    x: Tensor  # Images `[N, channels, *space]`
+    kernel: tuple[int, ...]  # Spatial shape of W
+    stride: tuple[int, ...]  # One number per dimension of space, as of `padding` and `dilation`
+    padding: tuple[tuple[int, int], ...]  # Zeros before and after each dimension of space
+    dilation: tuple[int, ...]  # Between entries of the kernel
+    groups: int  # G
 
     def positions(self, n_data: int) -> int:
         return evenly(self.x.shape[0], n_data)
@@ -198,19 +168,13 @@ class ConvolutionCall(FunctionCall):
 
 @dataclass(frozen=True, eq=False)
 class TableCall(FunctionCall):
-    """z = W[index] of a table that is used as a function.
-
-    Attributes:
-        index: Rows that are read.
-        n_rows: V.
-        padding: A row that gets no gradient.
-    """
+    """z = W[index] of a table that is used as a function."""
 
     name: str
     roles: Mapping[str, str]
-    index: Tensor
-    n_rows: int
-    padding: int | None
+    index: Tensor  # Rows that are read
+    n_rows: int  # V
+    padding: int | None  # A row that gets no gradient
 
     def positions(self, n_data: int) -> int:
         return evenly(self.index.numel(), n_data) if self.index.ndim >= 1 else 0
@@ -226,19 +190,12 @@ class TableCall(FunctionCall):
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table.
+    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table."""
 
-    Attributes:
-        value: The result, with its graph.
-        root: The random parameter, or what a table gave.
-        name: The random parameter's name.
-        table: The call that read the table, or None.
-    """
-
-    value: Tensor
-    root: Tensor
-    name: str
-    table: TableCall | None = None
+    value: Tensor  # The result, with its graph
+    root: Tensor  # The random parameter, or what a table gave
+    name: str  # The random parameter's name
+    table: TableCall | None = None  # The call that read the table, or None
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,22 +204,15 @@ class SpreadCall(FunctionCall):
 
     The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
     repeated but the data's; from o to the random parameter it goes through the graph.
-
-    Attributes:
-        operand: o.
-        shape: Of z.
-        factor: h of a product, or None.
-        sign: −1 where o is subtracted.
-        create_graph: True if gradients are differentiated again.
     """
 
     name: str
     roles: Mapping[str, str]
-    operand: Operand
-    shape: torch.Size
-    factor: Tensor | None = None
-    sign: float = 1.0
-    create_graph: bool = False
+    operand: Operand  # o
+    shape: torch.Size  # Of z
+    factor: Tensor | None = None  # h of a product, or None
+    sign: float = 1.0  # −1 where o is subtracted
+    create_graph: bool = False  # True if gradients are differentiated again
 
     @property
     def instead_of(self) -> FunctionCall | None:
@@ -360,16 +310,12 @@ class Observer(TorchFunctionMode):
 
     Attention and recurrent layers hide their projections inside one function; where these are random, they are run in
     its place by matrix products with the same values.
-
-    Args:
-        stand_ins: The random parameters of this pass, by name.
-        keep_graph: True if inputs keep their graph.
     """
 
     def __init__(self, stand_ins: Mapping[str, Tensor], *, keep_graph: bool) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in stand_ins.items()}
-        self.keep_graph = keep_graph
+        self.keep_graph = keep_graph  # True if inputs keep their graph
         self.calls: list[LayerCall] = []
         self._operands: dict[int, Operand] = {
             id(tensor): Operand(tensor, tensor, name) for name, tensor in stand_ins.items()

@@ -22,28 +22,18 @@ Node = Any
 
 
 class Explained(IntEnum):
-    """Amount of a weight's derivative that recorded calls explain.
+    """Amount of a weight's derivative that recorded calls explain."""
 
-    Attributes:
-        NOT: Something else reads the weight.
-        HERE: The calls hold all that reads it, but hide how: a rule is right of the batch that it was proven for.
-        ALWAYS: Each reads it once, as its rule says, whatever the data.
-    """
-
-    NOT = 0
-    HERE = 1
-    ALWAYS = 2
+    NOT = 0  # Something else reads the weight
+    HERE = 1  # The calls hold all that reads it, but hide how: a rule is right of the batch that it was proven for
+    ALWAYS = 2  # Each reads it once, as its rule says, whatever the data
 
 
 class Graph:
-    """Nodes by what they read, on all ways from the outputs of one pass to the tensors that require gradients.
-
-    Args:
-        f: The outputs.
-        shows_data: True if the data that nodes keep may be looked at, which computes activations that were not kept.
-    """
+    """Nodes by what they read, on all ways from the outputs of one pass to the tensors that require gradients."""
 
     def __init__(self, f: Tensor, *, shows_data: bool = True) -> None:
+        # True if the data that nodes keep may be looked at, which computes activations that were not kept
         self.shows_data = shows_data
         self._readers: dict[Node, list[Node]] = {}
         self._leaves: dict[int, Node] = {}

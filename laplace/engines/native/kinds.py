@@ -45,13 +45,9 @@ class Cotangents(Protocol):
 
 @dataclass(frozen=True)
 class RootCotangents:
-    """Columns of a root of structured Hessians, of which all together hold B·C² numbers.
+    """Columns of a root of structured Hessians, of which all together hold B·C² numbers."""
 
-    Attributes:
-        hessian: Λ, without a dense part.
-    """
-
-    hessian: OutputHessian
+    hessian: OutputHessian  # Λ, without a dense part
 
     @classmethod
     def of(cls, hessian: OutputHessian) -> Cotangents:
@@ -71,14 +67,10 @@ class PositionCotangents:
     A curvature that is a sum over rows needs their columns apart: column (t, k) is column k at position t and zero at
     the others, K' = T·K, built as they are asked for. Columns that are random, independent and of mean zero need not be
     kept apart, for their products vanish on average: K' = K.
-
-    Args:
-        columns: `[K, B·T, C]`; positions of which every entry is zero are left out.
-        n_data: B.
-        separate: True if every row has cotangents of its own.
     """
 
     def __init__(self, columns: Tensor, n_data: int, *, separate: bool) -> None:
+        # `[K, B·T, C]`; positions of which every entry is zero are left out
         self.columns = columns.unflatten(1, (n_data, -1))  # [K, B, T, C]
         self.separates_positions = separate and self.columns.shape[2] > 1
         self.used = self._places() if self.separates_positions else None
@@ -115,13 +107,7 @@ class OuterEngine(NativeEngine):
 
     @abstractmethod
     def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Cotangents:
-        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ.
-
-        Args:
-            f: Outputs `[B, C]`.
-            targets: Checked targets.
-            hessian: Λ of these outputs, where it is known already.
-        """
+        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
 
     def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
         """Output Hessian of which a head needs no root, or None where only cotangents are known."""
@@ -269,16 +255,11 @@ class OuterEngine(NativeEngine):
 
 
 class _OutputMatrix:
-    """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built.
-
-    Args:
-        hessian: M itself, where it is known.
-        columns: u, `[K, B, C]`, where it is not.
-    """
+    """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built."""
 
     def __init__(self, hessian: OutputHessian | None, columns: Tensor | None) -> None:
-        self.hessian = hessian
-        self.columns = columns
+        self.hessian = hessian  # M itself, where it is known
+        self.columns = columns  # u, `[K, B, C]`, where it is not
 
     @classmethod
     def of(cls, engine: OuterEngine, f: Tensor, targets: Observed) -> _OutputMatrix:

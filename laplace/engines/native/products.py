@@ -25,24 +25,15 @@ _COPIES = 4
 
 
 class Linearised:
-    """The outputs of one batch as a linear function of the random entries, and its transpose.
-
-    Args:
-        problem: The network and its random parameters.
-        capture: A forward pass that was captured with `create_graph`.
-
-    Attributes:
-        f: Outputs `[B, C]`; with positions, T, `[B, T·C]`.
-        positions: The dimensions whose product is T; empty for outputs `[B, C]`.
-        n_bytes: About how much the graph holds.
-    """
+    """The outputs of one batch as a linear function of the random entries, and its transpose."""
 
     def __init__(self, problem: Problem, capture: Capture) -> None:
-        self.problem = problem
-        self.capture = capture
-        self.f = capture.f
-        self.positions = capture.positions
+        self.problem = problem  # The network and its random parameters
+        self.capture = capture  # A forward pass that was captured with `create_graph`
+        self.f = capture.f  # Outputs `[B, C]`; with positions, T, `[B, T·C]`
+        self.positions = capture.positions  # The dimensions whose product is T; empty for outputs `[B, C]`
         self.loop = capture.loop
+        # About how much the graph holds
         self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in capture.calls))
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad(), capture.backward(1, len(self.tensors)):
@@ -68,17 +59,11 @@ class Linearised:
 
 
 class HessianProduct:
-    """∇² of a loss as a linear function of the random entries.
-
-    Args:
-        problem: The network and its random parameters.
-        capture: A forward pass that was captured with `create_graph`.
-        loss: 0-dim, a function of its outputs.
-    """
+    """∇² of a loss as a linear function of the random entries."""
 
     def __init__(self, problem: Problem, capture: Capture, loss: Tensor) -> None:
-        self.problem = problem
-        self.capture = capture
+        self.problem = problem  # The network and its random parameters
+        self.capture = capture  # A forward pass that was captured with `create_graph`
         self.loop = capture.loop
         self.dtype = capture.f.dtype
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
@@ -115,15 +100,10 @@ def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor
 
 @dataclass(frozen=True, eq=False)
 class HeadMap:
-    """J = I ⊗ [φ, 1] of a last layer, held as its features.
+    """J = I ⊗ [φ, 1] of a last layer, held as its features."""
 
-    Attributes:
-        features: φ, `[B, D]`.
-        places: Place of every (output, feature) in the vector of weights, `[C, D]`.
-    """
-
-    features: Tensor
-    places: Tensor
+    features: Tensor  # φ, `[B, D]`
+    places: Tensor  # Place of every (output, feature) in the vector of weights, `[C, D]`
 
     @property
     def n_bytes(self) -> int:
@@ -146,15 +126,10 @@ class HeadMap:
 
 @dataclass(frozen=True, eq=False)
 class DenseMap:
-    """J multiplied out.
+    """J multiplied out."""
 
-    Attributes:
-        rows: J, `[B·C, P]`, data major.
-        n_outputs: C.
-    """
-
-    rows: Tensor
-    n_outputs: int
+    rows: Tensor  # J, `[B·C, P]`, data major
+    n_outputs: int  # C
 
     @property
     def n_bytes(self) -> int:
@@ -177,17 +152,11 @@ class DenseMap:
 
 @dataclass(frozen=True)
 class GraphMap:
-    """J of any network, as a graph that is differentiated in both directions.
+    """J of any network, as a graph that is differentiated in both directions."""
 
-    Attributes:
-        linear: The graph.
-        n_outputs: C.
-        at_once: Vectors that go through it together.
-    """
-
-    linear: Linearised
-    n_outputs: int
-    at_once: int = 1
+    linear: Linearised  # The graph
+    n_outputs: int  # C
+    at_once: int = 1  # Vectors that go through it together
 
     @property
     def n_bytes(self) -> int:

@@ -71,25 +71,17 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """The random numbers of one probe with what autograd says of them.
+    """The random numbers of one probe with what autograd says of them."""
 
-    Attributes:
-        r: Weights of the data, `[B]`.
-        unweighted: u, a multiple of v for every datum, `[1, B, M]`.
-        truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
-        gradients: Output gradients of every captured use for the unweighted cotangents.
-        coarsest: The least exact dtype among them and the outputs: that of the weights, or a lower one where the
-            network enters `torch.autocast` by itself.
-        again: The truths of another multiple of r u.
-        perturbed: Those of r u at weights and inputs with other last digits, by a seed; None where that is not known.
-    """
-
-    r: Tensor
-    unweighted: Tensor
-    truths: Gradients
-    gradients: tuple[Tensor, ...]
+    r: Tensor  # Weights of the data, `[B]`
+    unweighted: Tensor  # u, a multiple of v for every datum, `[1, B, M]`
+    truths: Gradients  # autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor
+    gradients: tuple[Tensor, ...]  # Output gradients of every captured use for the unweighted cotangents
+    # The least exact dtype among them and the outputs: that of the weights, or a lower one where the network
+    # enters `torch.autocast` by itself
     coarsest: torch.dtype
-    again: Callable[[float], Gradients]
+    again: Callable[[float], Gradients]  # The truths of another multiple of r u
+    # Those of r u at weights and inputs with other last digits, by a seed; None where that is not known
     perturbed: Callable[[int], Gradients] | None
 
     @cached_property
@@ -145,11 +137,7 @@ def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype
 
 
 def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
-    """The probe of a captured batch x of B data.
-
-    Raises:
-        InvalidData: Outputs or derivatives are not finite.
-    """
+    """The probe of a captured batch x of B data."""
     f, generator = capture.f, torch.Generator().manual_seed(0)
     r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
     v = torch.randn(f.shape[1], generator=generator).to(f)
@@ -201,23 +189,10 @@ def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
 def make_plan(
     problem: Problem, capture: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
-    """Finds and proves a rule for every random parameter on one captured batch.
+    """Finds and proves a rule for every random parameter on one captured batch of `n_data` data.
 
-    Args:
-        problem: The network and its random parameters.
-        capture: The captured batch.
-        x: Its inputs.
-        n_data: B.
-        repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
-            the data; which one is meant makes no difference for one datum.
-        ladder: True if tensors that no use explains go down the fallback ladder.
-
-    Returns:
-        The plan; None without the ladder, where a tensor needs it.
-
-    Raises:
-        InvalidData: Outputs or derivatives are not finite.
-        CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
+    `repeated` data are one input twice, a stand-in for a batch of one: every dimension of it could carry the data, and
+    which one is meant makes no difference. Without the ladder of fallbacks the result is None where a tensor needs it.
     """
     proof = probe(problem, capture, x, n_data)
     all_owners, permutes = owners(problem), _permutes(capture.graph)
@@ -265,11 +240,7 @@ def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Exp
 
 
 def require_explained(problem: Problem) -> None:
-    """Refuses a network that is spread over processes, where layers do not explain all of its tensors.
-
-    Raises:
-        UnsupportedError: It is spread.
-    """
+    """Refuses a network that is spread over processes, where layers do not explain all of its tensors."""
     if problem.processes is not None:
         names = [problem.slots[owner.slot].name for owner in owners(problem) if rule_for(owner.module) is None]
         which = f"{names} are" if names else "some that a layer reads of another one are"
@@ -556,12 +527,9 @@ class Routing:
     A row belongs to the datum whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose
     number has no j-th bit: the gradient of a row is zero, exactly, for those that its datum has not. A row that reaches
     the outputs of several data gets a wrong number, and like every other reading of a layer must pass the probe.
-
-    Attributes:
-        capture: The batch.
     """
 
-    capture: Capture
+    capture: Capture  # The batch
 
     def by_datum(self, calls: Sequence[int]) -> list[RoutedRows]:
         """Rows of some calls by the datum whose outputs they reach."""
@@ -570,8 +538,7 @@ class Routing:
     def by_output_row(self, calls: Sequence[int]) -> list[RoutedRows] | None:
         """Rows that reach one row of the outputs each, in its place, so that rows are data like any other.
 
-        Returns:
-            None where two reach one, where the outputs have no positions, or if this is no other reading than by axis.
+        None where two reach one, where the outputs have no positions, or if this is no other reading than by axis.
         """
         if not self.capture.positions or not any(self._is_partial(call) for call in calls):
             return None
@@ -655,12 +622,6 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 
     Under `torch.no_grad()`, behind `detach()` or a step function a tensor has no derivative. Its curvature would be
     zero and its posterior the prior, which is right of unused tensors alone.
-
-    Raises:
-        CurvatureError: There is no random parameter that autograd reaches.
-
-    Warns:
-        ApproximationWarning: There are some.
     """
     if not _depends(problem, x, unreached):
         return

@@ -36,14 +36,10 @@ _B = -1
 
 
 class _Known:
-    """Plans that were proven for a network.
-
-    Args:
-        state: Its tensors and settings then.
-    """
+    """Plans that were proven for a network."""
 
     def __init__(self, state: Held) -> None:
-        self.state = state
+        self.state = state  # Its tensors and settings then
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:

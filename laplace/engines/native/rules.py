@@ -24,25 +24,15 @@ class BatchAxis(ABC):
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
     the two apart (T may equal B); the probe of `proof.py` does. `RoutedRows` know the datum of every row.
-
-    Attributes:
-        value: Name in the coverage report.
     """
 
     LEADING: ClassVar[BatchAxis]
     TRAILING: ClassVar[BatchAxis]
-    value: str
+    value: str  # Name in the coverage report
 
     @abstractmethod
     def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
-        """`[B, T, *features]` of an activation with `n_features` trailing dimensions.
-
-        Args:
-            tensor: The activation; with `batched`, under one more leading dimension [K].
-            n_data: B.
-            n_features: Number of trailing dimensions that are not data or positions.
-            batched: True if a leading [K] is kept.
-        """
+        """`[B, T, *features]` of an activation with `n_features` trailing dimensions."""
 
 
 class _Leading(BatchAxis):
@@ -70,14 +60,10 @@ class RoutedRows(BatchAxis):
 
     Every datum gets T positions, as many as the one with most rows. Places without a row hold zeros, and −1 for
     indices.
-
-    Attributes:
-        place: Datum · T + position of every row, `[R]`, all different.
-        present: Places that hold a row, `[B, T]`.
     """
 
-    place: Tensor
-    present: Tensor
+    place: Tensor  # Datum · T + position of every row, `[R]`, all different
+    present: Tensor  # Places that hold a row, `[B, T]`
     value = "routed rows"
 
     @classmethod
