@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import drawn_seed
-from laplace.core.selective import Ranking, calibration_floor
+from laplace.core.scores import Ranking, calibration_floor
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.targets import Summary, mean_of, variance_of

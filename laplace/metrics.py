@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from laplace.core import scores, selective
+from laplace.core import scores
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import check_generator, drawn_seed
-from laplace.core.selective import Ranking
+from laplace.core.scores import Ranking
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_soft_labels
 
@@ -298,7 +298,7 @@ def ece_floor(
     rows = probs.reshape(-1, probs.shape[-1])
     _check_probabilities(rows)
     confidence = scores.class_confidence(rows)
-    return selective.calibration_floor(confidence, n_bins, n_resamples, generator).to(probs.dtype)
+    return scores.calibration_floor(confidence, n_bins, n_resamples, generator).to(probs.dtype)
 
 
 def compare_probabilities(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.base import BaseLaplace
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import COVARIANCES, is_overridden
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from laplace.compat.kronecker import Kron
-    from laplace.core.data_weights import WeightFn
+    from laplace.core.batch import WeightFn
     from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.tuning.group import PosteriorGroup
 

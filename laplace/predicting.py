@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import overrides
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.core.output_choice import Given, OutputChoice
+from laplace.core.positions import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType

@@ -32,7 +32,7 @@ from laplace.comparison import LEVELS, N_BINS, Comparison, ScoredData
 from laplace.core import scores
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import check_generator
-from laplace.core.selective import Ranking, calibrated_draws
+from laplace.core.scores import Ranking, calibrated_draws
 from laplace.errors import InvalidArgument, InvalidData
 
 if TYPE_CHECKING:

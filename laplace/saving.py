@@ -14,7 +14,7 @@ from torch import nn
 
 from laplace.base import BaseLaplace
 from laplace.core import files
-from laplace.core.argument_checks import check_flag
+from laplace.core.arguments import check_flag
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError

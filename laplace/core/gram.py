@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight
 
-from laplace.core import convolutions
+from laplace.core.checks import numbers_are_known
 
 _LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 64, 256, 8
 """Widths of the blocks of which the lower ones are mirrored instead of computed, and how many there are in between."""
@@ -94,7 +94,7 @@ def group_gram(x: Tensor) -> Tensor:
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
     if groups == 1 and width > _NARROW:
         if rows.stride(1) == 1 and rows.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
-            fast = convolutions.are_fast(rows, rows.shape[1], width)
+            fast = convolutions_are_fast(rows, rows.shape[1], width)
             return (_gram_by_convolution if fast else _gram_of_columns)(rows[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
     if rows.stride(1) == 1 and rows.shape[1] >= max(width, _NARROW):  # the same; the products hold no more than x
@@ -144,3 +144,30 @@ def group_product(x: Tensor, matrix: Tensor) -> Tensor:
         flat = part.transpose(0, 1)  # [G, n, D]
         total += (matrix.mT @ flat.mT) @ flat
     return total.mT.contiguous()
+
+
+# Convolutions of PyTorch that multiply faster than its matrix products.
+
+
+_VECTOR = 16
+"""Channels that a kernel takes at once: of other numbers it takes longer than a matrix product."""
+
+_SUMMED = 64
+"""Terms of a sum from which on a kernel repays that it lays out the sums anew."""
+
+
+def convolutions_are_fast(x: Tensor, n_terms: int, *channels: int) -> bool:
+    """True if gradients of a convolution's weight, sums of products, take less time than matrix products of the same.
+
+    That holds of PyTorch's float32 kernels on x86, which read every number from a cache and know the widest vectors of
+    a processor. The others, of which some are slow, are not asked.
+
+    Args:
+        x: Images, or gradients of the convolution's outputs.
+        n_terms: Positions that every sum is over.
+        channels: Numbers of channels, of a group.
+    """
+    x86 = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    x86 = x86 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    known = x86 and x.device.type == "cpu" and x.dtype == torch.float32 and numbers_are_known()
+    return known and n_terms >= _SUMMED and all(n % _VECTOR == 0 for n in channels)

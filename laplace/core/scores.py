@@ -1,4 +1,4 @@
-"""Scores of predictive distributions, one per datum: written once for metrics, tuning and predictions.
+"""Scores of predictive distributions, one per input, and rankings by confidence: for metrics, tuning and reports.
 
 Probabilities and moments of one posterior are `[B, C]`, of n candidates `[n, B, C]`; scores `[B]` and `[n, B]`. Every
 score can be differentiated in the prediction. Nothing is checked here.
@@ -7,6 +7,7 @@ score can be differentiated in the prediction. Nothing is checked here.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn.functional import one_hot
 from torch.special import entr
 
 from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import uniform
 
 
 def class_brier(probs: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -111,3 +113,139 @@ def quantile_shares(mean: Tensor, var: Tensor, y: Tensor, n_levels: int) -> tupl
     reached = torch.special.ndtr((y - mean) / var.sqrt()).flatten()
     levels = torch.arange(1, n_levels + 1, dtype=reached.dtype, device=reached.device) / (n_levels + 1)
     return levels, (reached <= levels.unsqueeze(1)).to(reached.dtype).mean(1)
+
+
+# Rows of a classification from the most confident one on, their errors, and what both say of the confidence.
+#
+# Rows may count several times, as in samples of the data with replacement: counts `[R, N]` are whole numbers, and every
+# statistic is `[R]`. Rows of equal confidence are in random order, so that nothing depends on the order of the data:
+# where they are accepted one after another a statistic is the expectation, and a threshold accepts them together.
+
+
+_SLACK = 1e-12
+"""Relative rounding of sums of errors that are no whole numbers, by which a risk may exceed its limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """Rows in descending order of their confidence.
+
+    Attributes:
+        order: Indices of the rows, `[N]`.
+        confidence: Probabilities of the predicted classes in this order, `[N]`, float64.
+        errors: 1 for a wrong class, 0 for the right one, of soft labels the probability of another class, `[N]`.
+        last: Place of the last row of every group of equal confidence, `[G]`.
+    """
+
+    order: Tensor
+    confidence: Tensor
+    errors: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
+        """Ranking of rows with these confidences and whether the predicted class is the label, `[N]` each."""
+        ordered, order = widened(confidence).sort(descending=True, stable=True)
+        return cls(order, ordered, 1 - widened(agreement)[order], _ends(ordered))
+
+    @property
+    def once(self) -> Tensor:
+        """Counts of the data themselves, `[1, N]`."""
+        return torch.ones_like(self.errors).unsqueeze(0)
+
+    def ordered(self, counts: Tensor) -> Tensor:
+        """Counts `[R, N]` of rows in the order of the data, from the most confident row on."""
+        return counts[:, self.order]
+
+    def curve(self, counts: Tensor) -> RiskCurve:
+        """Errors among the accepted rows, of rows that count so often, `[R, N]` from the most confident on."""
+        size, errors = counts, counts * self.errors
+        if len(self.last) < counts.shape[1]:
+            size, errors = (_steps(values.cumsum(1)[:, self.last]) for values in (size, errors))
+        return RiskCurve(size, errors, size.cumsum(1), errors.cumsum(1))
+
+    def calibration_error(self, counts: Tensor, n_bins: int) -> Tensor:
+        """Σ_m |Σ_n gap_nm| / N (Guo et al., 2017, eq. 3), of rows that count so often, from the most confident on."""
+        return self.binned(counts * (1 - self.errors - self.confidence), n_bins) / counts.sum(1)
+
+    def binned(self, gaps: Tensor, n_bins: int) -> Tensor:
+        """Σ_m |Σ_n g_n|, the outer sum over bins of equal width of the confidence, of g `[R, N]` in this order."""
+        ends = _ends(confidence_bins(self.confidence, n_bins))
+        return _steps(gaps.cumsum(1)[:, ends]).abs().sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class RiskCurve:
+    """Numbers of rows and of errors in groups of equal confidence, from the most confident on, `[R, G]` each.
+
+    Attributes:
+        size: Rows of a group.
+        errors: Errors among them.
+        accepted: Rows down to the end of the group.
+        wrong: Errors among those.
+    """
+
+    size: Tensor
+    errors: Tensor
+    accepted: Tensor
+    wrong: Tensor
+
+    def mean_risk(self) -> Tensor:
+        """(1/N) Σ_i E_i / i with the errors E_i among the first i rows, expected over the order of equal confidences.
+
+        With a rows and E errors before a group of t rows and e errors, E_(a+s) = E + s e/t on average, so that the
+        group adds e + (E − a e/t) Σ_(s=1..t) 1/(a + s).
+        """
+        n_rows = self.accepted[:, -1]
+        sums = torch.arange(int(n_rows.max()) + 1, dtype=n_rows.dtype, device=n_rows.device)
+        sums[1:] = sums[1:].reciprocal().cumsum(0)
+        rate = self.errors / self.size.clamp(min=1)
+        before = (self.wrong - self.errors) - (self.accepted - self.size) * rate
+        return (self.errors + before * _steps(sums[self.accepted.long()])).sum(1) / n_rows
+
+    def mean_generalised_risk(self) -> Tensor:
+        """∫ E(c) dc with the share E(c) of all rows that are accepted and wrong at a coverage c, linear in a group."""
+        return (self.size * (self.wrong - 0.5 * self.errors)).sum(1) / self.accepted[:, -1].square()
+
+    def coverage_at(self, risk: float) -> Tensor:
+        """Largest share of rows that a threshold accepts with a share of errors of at most `risk` among them."""
+        within = self.wrong <= risk * (1 + _SLACK) * self.accepted
+        return (self.accepted * within).amax(1) / self.accepted[:, -1]
+
+
+def _ends(values: Tensor) -> Tensor:
+    """Places of the last of equal values that follow each other, of `[N]`."""
+    ends = torch.ones_like(values, dtype=torch.bool)
+    ends[:-1] = values[1:] != values[:-1]
+    return ends.nonzero().flatten()
+
+
+def _steps(sums: Tensor) -> Tensor:
+    """Differences between consecutive sums `[R, G]`, the first one from 0."""
+    return sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
+
+
+def calibrated_draws(
+    confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Calibration errors and accuracies, `[R]` each, float64, of rows that are right with the probability they have.
+
+    Args:
+        confidence: Probabilities of the predicted classes, `[N]`.
+        n_bins: Bins of equal width.
+        n_draws: Number of times R that it is drawn which of them are right.
+        generator: Source of randomness; None for seed 0.
+    """
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    ranking = Ranking.of(confidence, torch.ones_like(confidence))
+    errors, accuracies = [], []
+    for _ in range(n_draws):  # one at a time: the numbers do not depend on how many fit into memory
+        right = widened(uniform(tuple(confidence.shape), confidence, source) < ranking.confidence)
+        errors.append(ranking.binned((right - ranking.confidence).unsqueeze(0), n_bins)[0])
+        accuracies.append(right.mean())
+    return torch.stack(errors) / len(confidence), torch.stack(accuracies)
+
+
+def calibration_floor(confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None) -> Tensor:
+    """Mean calibration error of calibrated rows, 0-dim, float64; arguments as of `calibrated_draws`."""
+    return calibrated_draws(confidence, n_bins, n_draws, generator)[0].mean()

@@ -26,7 +26,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import numbers_are_known
 from laplace.core.memory import DATUM, in_slices, ran_out
-from laplace.core.output_choice import OutputChoice
+from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
 from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.native.autograd import BackwardPasses

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import is_ours
+from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
 from laplace.engines.sinks import BatchForm, KronSink, Sink

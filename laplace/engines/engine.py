@@ -15,8 +15,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import require, where_not_finite
 from laplace.core.inference import kept_for_later
-from laplace.core.output_choice import OutputChoice
-from laplace.core.positions import OutputRows
+from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.kron_parts import KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import Bases, BlockSink, DiagSink, FullSink, Groups, KronSink, ProductSink, Sink

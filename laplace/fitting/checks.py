@@ -9,7 +9,7 @@ from typing import Any
 from torch import distributed
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_flag
+from laplace.core.arguments import check_flag
 from laplace.errors import ApproximationWarning, DataWarning, InvalidArgument, warn
 from laplace.fitting.content import Content
 from laplace.fitting.fit import Fit

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
-from laplace.core.available import LEAST, Available, available, in_units
 from laplace.core.batch import Inputs
+from laplace.core.memory import LEAST, Available, available, in_units
 from laplace.core.progress import known_length
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from laplace import tuning
 from laplace.attributes import NamedPosterior
-from laplace.core.argument_checks import as_tensor, check_counts, positive
-from laplace.core.arguments import check_call, checked
+from laplace.core.arguments import as_tensor, check_call, check_counts, checked, positive
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later

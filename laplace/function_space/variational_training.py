@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.precision_policy import wide_dtype, widened

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.output_choice import OutputChoice
+from laplace.core.positions import OutputChoice
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument
 from laplace.jacobian.blocks import CHUNK_BYTES, Block, DenseBlock, ProductBasis, RankOne, from_state, total

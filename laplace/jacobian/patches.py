@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from laplace.core import convolutions
-from laplace.core.gram import group_gram
+from laplace.core.gram import convolutions_are_fast, group_gram
 
 _PART_BYTES = 2**20
 """Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
@@ -71,7 +70,7 @@ class Patches:
         """True if `outer_sums` of gradients g `[K, B, T, G, O]` is less work than products of unfolded patches."""
         enough = len(self.kernel) in _WEIGHT_GRADIENTS and g.numel() * self.shape[3] >= _MULTIPLIED
         per_group = self.images.shape[2] // self.groups
-        return enough and g.dtype == self.images.dtype and convolutions.are_fast(g, g.shape[2], per_group, g.shape[4])
+        return enough and g.dtype == self.images.dtype and convolutions_are_fast(g, g.shape[2], per_group, g.shape[4])
 
     def outer_sums(self, g: Tensor) -> Tensor:
         """Σ_t g ⊗ a of every datum, `[K, B, G, O, I]`, for gradients g `[K, B, T, G, O]`; nothing is unfolded.

@@ -17,8 +17,7 @@ from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution,
 from torch.special import digamma
 
 from laplace.core import scores
-from laplace.core.distributions import mixture_of, normal_of
-from laplace.core.gaussian import Gaussian, sample_moments
+from laplace.core.gaussian import Gaussian, mixture_of, normal_of, sample_moments
 from laplace.core.positions import unrolled
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.random_numbers import another, global_numbers, standard_normal

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core import checks
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import CheckedConstructor, checked
+from laplace.core.arguments import CheckedConstructor, check_counts, checked
 from laplace.core.layout import flatten
 from laplace.core.random_numbers import check_generator, uniform
 from laplace.enums import LikelihoodName

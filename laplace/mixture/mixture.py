@@ -14,8 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.enums import (
     HessianStructure,

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.batch import Inputs
-from laplace.core.output_choice import Given
+from laplace.core.positions import Given
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.enums import HessianStructure, LikelihoodName, PredType, StructureName, SubsetOfWeights, WeightsName
@@ -48,7 +48,7 @@ from laplace.weights.base import Weights
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from laplace.core.data_weights import WeightFn
+    from laplace.core.batch import WeightFn
 
 
 # Samples of a mixture: a component by its weight, then a sample of that component.

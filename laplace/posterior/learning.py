@@ -13,10 +13,9 @@ from torch import Tensor
 
 from laplace import fitting
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_length
-from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.arguments import check_length
+from laplace.core.batch import DataWeights, ForwardFn, Inputs
 from laplace.core.checks import named
-from laplace.core.data_weights import DataWeights
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.core.overrides import FITTING

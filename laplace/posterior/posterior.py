@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laplace.core.argument_checks import as_tensor, check_length, finite, positive
+from laplace.core.arguments import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import checks
-from laplace.core.available import LEAST, available, in_units
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
 from laplace.core.gaussian import Gaussian, sample_moments
-from laplace.core.memory import DATUM, in_slices
-from laplace.core.output_choice import OutputChoice
-from laplace.core.positions import OutputRows
+from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
+from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups

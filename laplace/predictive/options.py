@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import hint
-from laplace.core.output_choice import Given, OutputChoice
+from laplace.core.arguments import check_counts, hint
+from laplace.core.positions import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidCall

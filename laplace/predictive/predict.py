@@ -17,9 +17,8 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.gaussian import Gaussian
-from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import PREDICTIONS
-from laplace.core.positions import OutputRows, in_users_layout, rows_of, unrolled
+from laplace.core.positions import OutputChoice, OutputRows, in_users_layout, rows_of, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import drawn_seed

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.distributions import mixture_of, normal_of
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import Gaussian, mixture_of, normal_of
 from laplace.core.positions import in_users_layout, unrolled
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.targets import Decomposition, Target

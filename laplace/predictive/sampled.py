@@ -20,8 +20,7 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
 from laplace.core.memory import Unit, in_slices
-from laplace.core.output_choice import OutputChoice
-from laplace.core.positions import OutputRows, unrolled
+from laplace.core.positions import OutputChoice, OutputRows, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import CurvatureEngine, detached

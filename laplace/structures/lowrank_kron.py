@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior

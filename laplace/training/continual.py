@@ -25,8 +25,7 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs, require_rereadable
 from laplace.core.positions import as_rows
 from laplace.errors import InvalidArgument, InvalidData

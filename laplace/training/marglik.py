@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm.auto import trange
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import (

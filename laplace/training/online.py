@@ -19,8 +19,7 @@ from torch.optim import Adam
 
 from laplace.core import batch as batches
 from laplace.core import checks
-from laplace.core.argument_checks import check_counts
-from laplace.core.arguments import CheckedConstructor
+from laplace.core.arguments import CheckedConstructor, check_counts
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes

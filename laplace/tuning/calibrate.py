@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters

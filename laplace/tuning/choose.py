@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.argument_checks import check_counts, positive
+from laplace.core.arguments import check_counts, positive
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn

@@ -10,7 +10,7 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from laplace.core.argument_checks import positive
+from laplace.core.arguments import positive
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters

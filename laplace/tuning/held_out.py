@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_ours

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.argument_checks import as_tensor, check_counts, check_length, positive
+from laplace.core.arguments import as_tensor, check_counts, check_length, positive
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened

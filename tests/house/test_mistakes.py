@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace, MixtureLaplace, curvature, marglik_training
-from laplace.core.available import Available
+from laplace.core.memory import Available
 from laplace.errors import (
     ApproximationWarning,
     CurvatureError,

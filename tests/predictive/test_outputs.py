@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace, MixtureLaplace, ParametricLaplace
-from laplace.core.available import Available
+from laplace.core.memory import Available
 from laplace.curvature import AsdlGGN, GGNInterface
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument, InvalidType, OutOfMemory, UnsupportedError

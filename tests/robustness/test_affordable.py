@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.core import available
-from laplace.core.available import Available
+from laplace.core import memory as core_memory
+from laplace.core.memory import Available
 from laplace.curvature import GGNInterface, NativeHessian
 from laplace.engines.profile import BatchProfile
 from laplace.errors import OutOfMemory
@@ -182,16 +182,16 @@ def test_mixtures_pass_it_on(memory: Any) -> None:
 MEMINFO = "MemTotal:       24684084 kB\nMemFree:         100 kB\nMemAvailable:    2000 kB\n"
 
 
-def read(**files: str) -> available.Read:
+def read(**files: str) -> core_memory.Read:
     named = {name.replace("__", "/"): text for name, text in files.items()}
     return lambda path: named.get(path)
 
 
 def test_linux_says_what_it_could_give() -> None:
-    assert available.of_meminfo(MEMINFO) == 2000 * 1024
-    assert available.of_meminfo("MemTotal: 3 kB") is None and available.of_meminfo("") is None
-    assert available.of_host({"/proc/meminfo": MEMINFO}.get) == Available(2000 * 1024, "/proc/meminfo")
-    assert available.of_host(lambda path: None) is None  # another system
+    assert core_memory.meminfo_available(MEMINFO) == 2000 * 1024
+    assert core_memory.meminfo_available("MemTotal: 3 kB") is None and core_memory.meminfo_available("") is None
+    assert core_memory.free_on_host({"/proc/meminfo": MEMINFO}.get) == Available(2000 * 1024, "/proc/meminfo")
+    assert core_memory.free_on_host(lambda path: None) is None  # another system
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_linux_says_what_it_could_give() -> None:
     ],
 )
 def test_a_control_group(maximum: str | None, current: str | None, stat: str | None, left: int | None) -> None:
-    assert available.of_group(maximum, current, stat, "") == left
+    assert core_memory.left_by_group(maximum, current, stat, "") == left
 
 
 def test_the_least_of_all_groups_counts() -> None:
@@ -220,7 +220,7 @@ def test_the_least_of_all_groups_counts() -> None:
         "/sys/fs/cgroup/memory.max": "10000",
         "/sys/fs/cgroup/memory.current": "600",
     }
-    assert available.of_host(version_2.get) == Available(420, "/sys/fs/cgroup/a/memory.max")
+    assert core_memory.free_on_host(version_2.get) == Available(420, "/sys/fs/cgroup/a/memory.max")
     version_1 = {
         "/proc/meminfo": MEMINFO,
         "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
@@ -230,10 +230,10 @@ def test_the_least_of_all_groups_counts() -> None:
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
     }
-    assert available.of_host(version_1.get) == Available(80, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes")
+    assert core_memory.free_on_host(version_1.get) == Available(80, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes")
 
 
 def test_this_machine() -> None:
-    found = available.available(torch.device("cpu"))
+    found = core_memory.available(torch.device("cpu"))
     assert found is None or 0 < found.size < HUGE
-    assert available.available(torch.device("meta")) is None
+    assert core_memory.available(torch.device("meta")) is None

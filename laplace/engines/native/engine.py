@@ -15,8 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
-from laplace.core.output_choice import OutputChoice
-from laplace.core.positions import target_rows
+from laplace.core.positions import OutputChoice, target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, require_whole_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from laplace.core import batch as batches
-from laplace.core.argument_checks import check_counts
+from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import GaussianPrior
