@@ -359,7 +359,7 @@ class Predicting(OutputSampling):
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """Covariances of the outputs of each datum, J_b P⁻¹ J_bᵀ, `[B, C, C]`, given Jacobians `[B, C, P]`."""
         precision = self._predictor.posterior.precision_before("functional_variance")
-        return precision.functional_variance(self._jacobian(Js))
+        return precision.variance(self._jacobian(Js), "full")
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """Joint covariance of the outputs of all data, J P⁻¹ Jᵀ, `[B·C, B·C]`, given Jacobians `[B, C, P]`.
@@ -367,7 +367,7 @@ class Predicting(OutputSampling):
         Row b·C + c belongs to output c of datum b.
         """
         precision = self._predictor.posterior.precision_before("functional_covariance")
-        return precision.functional_covariance(self._jacobian(Js))
+        return precision.variance(self._jacobian(Js), "joint")
 
     @checked
     def predictive_moments(

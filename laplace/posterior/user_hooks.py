@@ -38,8 +38,9 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, Precision
+from laplace.structures.base import Curvature, DataPass
 from laplace.structures.by_hand import AnyByHand
+from laplace.structures.precision import Form, Precision
 from laplace.structures.users_precision import FixedRootPrecision
 
 if TYPE_CHECKING:
@@ -234,12 +235,20 @@ class UsersPrecision(Precision):
     posterior: Posterior
     precision: Precision
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "joint":
+            if not self.posterior.overrides("functional_covariance"):
+                return self.precision.variance(jacobian, form)
+            return self._users_covariance(jacobian.dense())
+        if form == "diagonal":
+            if not self.posterior.overrides("functional_variance"):
+                return self.precision.variance(jacobian, form)
+            return self.variance(jacobian, "full").diagonal(dim1=1, dim2=2)
         if jacobian.group_size > 1 and self.posterior.overrides("functional_covariance"):
             groups = (group for piece in jacobian.pieces() for group in piece)
             return torch.stack([self._users_covariance(g.unflatten(0, (jacobian.group_size, -1))) for g in groups])
         if not self.posterior.overrides("functional_variance"):
-            return self.precision.functional_variance(jacobian)
+            return self.precision.variance(jacobian, form)
         shape = (jacobian.n_cotangents, jacobian.n_cotangents)
         parts: list[Tensor] = []
         with self.posterior.as_user_object() as la:
@@ -247,16 +256,6 @@ class UsersPrecision(Precision):
                 values = require_shape(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
                 parts.append(values.to(piece.dtype))
         return torch.cat(parts)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        if not self.posterior.overrides("functional_variance"):
-            return self.precision.functional_diagonal(jacobian)
-        return self.functional_variance(jacobian).diagonal(dim1=1, dim2=2)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        if not self.posterior.overrides("functional_covariance"):
-            return self.precision.functional_covariance(jacobian)
-        return self._users_covariance(jacobian.dense())
 
     def _users_covariance(self, dense: Tensor) -> Tensor:
         """A user's own covariance of rows `[B, C, P]`, `[B·C, B·C]`."""
@@ -273,8 +272,8 @@ class UsersPrecision(Precision):
     def quad(self, vectors: Tensor) -> Tensor:
         return self.precision.quad(vectors)
 
-    def sample(self, noise: Tensor) -> Tensor:
-        return self.precision.sample(noise)
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return self.precision.power(vectors, exponent)
 
     def n_noise(self, n_params: int) -> int:
         return self.precision.n_noise(n_params)
@@ -491,8 +490,11 @@ class UndefinedPrecision(Precision):
 
     logdet_ratio = _undefined("log_det_posterior_precision")
     quad = _undefined("square_norm")
-    functional_variance = functional_diagonal = _undefined("functional_variance")
-    functional_covariance = _undefined("functional_covariance")
+    power = _undefined("posterior_precision")
     sample = _undefined("sample")
+
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        return _undefined("functional_covariance" if form == "joint" else "functional_variance")(self)
+
     diagonal_of_inverse = _undefined("posterior_variance")
     to_dense = _undefined("posterior_precision")

@@ -21,7 +21,7 @@ from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
-from laplace.structures.base import Precision
+from laplace.structures.precision import Form, Precision
 
 _COPIES = 3
 """Of covariances: a sum, what is taken away from it, and what is left."""
@@ -182,20 +182,22 @@ def linearised(
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
         require_room((rows.values.numel(),) * 2, rows.values)
-        covariance = precision.functional_covariance(replace(joined(parts)[0], wide=wide))
+        covariance = precision.variance(replace(joined(parts)[0], wide=wide), "joint")
         return _checked(Gaussian(rows.values, covariance, rows.positions, rows.outputs))
     if form == "joint" and group_size is not None:
         pieces = whole_groups(pieces, group_size)
-    contract: Callable[[Jacobian], Tensor] = (
-        precision.functional_diagonal if form == "diagonal" else precision.functional_variance
-    )
+    kind: Form = "diagonal" if form == "diagonal" else "full"
     variances: list[Tensor] = []
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
         for jacobian, f in pieces:
             if form != "diagonal":
                 require_room((jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents), f)
-            variances.append(contracted(contract, replace(jacobian, wide=True) if wide else jacobian))
+            variances.append(
+                contracted(
+                    lambda part: precision.variance(part, kind), replace(jacobian, wide=True) if wide else jacobian
+                )
+            )
             outputs_of_rows = jacobian.outputs if jacobian.outputs is None else jacobian.outputs.view(f.shape)
             means.append((f, jacobian.positions, outputs_of_rows))
     if not means:

@@ -29,7 +29,7 @@ from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import LinearModel, Smoothing
 from laplace.refinement.refiner import Covariance, RefineOptions, Refiner
-from laplace.structures.base import Precision
+from laplace.structures.precision import Form, Precision
 
 # The data as the linearised network sees them: outputs at θ*, products with the Jacobian, targets.
 
@@ -255,12 +255,12 @@ class WeightCovariance(Covariance):
         return widened(self.precision.solve(vector.to(dtype).unsqueeze(0))[0])
 
     def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
-        contract = self.precision.functional_diagonal if diagonal else self.precision.functional_variance
+        form: Form = "diagonal" if diagonal else "full"
         parts: list[Tensor] = []
         for batch in self.source.data.batches:
             with torch.no_grad():
                 pieces: Iterable[tuple[Jacobian, Tensor]] = self.source.engine.jacobian(batch.x)
-                parts.append(torch.cat([contract(replace(jacobian, wide=True)) for jacobian, _ in pieces]))
+                parts.append(torch.cat([self.precision.variance(replace(part, wide=True), form) for part, _ in pieces]))
         return parts
 
     def divergence(self) -> float:

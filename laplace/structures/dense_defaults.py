@@ -27,7 +27,7 @@ from laplace.structures.algebra import SignedOptions
 from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature, FullPrecision
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 D = TypeVar("D", bound="DenseDefaults")
@@ -171,36 +171,11 @@ class PrecisionFromDense(Precision):
     def _full(self) -> FullPrecision:
         return self.curvature.full.precision(self.weights, self.prior, **self.options)
 
-    def logdet(self) -> Tensor:
-        return self.dense("logdet").logdet()
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return self.dense("power").power(vectors, exponent)
 
     def logdet_ratio(self) -> Tensor:
         return self.dense("logdet_ratio").logdet_ratio()
 
-    def quad(self, vectors: Tensor) -> Tensor:
-        return self.dense("quad").quad(vectors)
-
-    def product(self, vectors: Tensor) -> Tensor:
-        return self.dense("product").product(vectors)
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self.dense("functional_variance").functional_variance(jacobian)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self.dense("functional_diagonal").functional_diagonal(jacobian)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self.dense("functional_covariance").functional_covariance(jacobian)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return self.dense("sample").sample(noise)
-
-    def diagonal_of_inverse(self) -> Tensor:
-        return self.dense("diagonal_of_inverse").diagonal_of_inverse()
-
-    def to_dense(self) -> Tensor:
-        return self.dense("to_dense").to_dense()
-
-    @property
-    def scale(self) -> Tensor:
-        return self.dense("scale").scale
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        return self.dense("variance").variance(jacobian, form)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -25,7 +24,7 @@ from laplace.structures.base import Curvature
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision, weighted
 from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -85,24 +84,15 @@ class DiagPrecision(Precision):
     def quad(self, vectors: Tensor) -> Tensor:
         return vectors.square() @ self.diagonal
 
-    def product(self, vectors: Tensor) -> Tensor:
-        return vectors.detach() * self.diagonal.detach()
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return vectors * self.diagonal
+        variances = self.diagonal_of_inverse()
+        return vectors * (variances if exponent == -1 else variances.sqrt())
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._summed(jacobian, i)))
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(lambda i, block: block.weighted_norms(self._variances[i]))
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(lambda i, block: row_gram(block.by_output(), self._summed(jacobian, i)))
-
-    def _summed(self, jacobian: Jacobian, i: int) -> Tensor:
-        """Variances of a tensor in the dtype in which covariances are summed."""
-        return self._variances[i].to(jacobian.summed_in(self._variances[i].dtype))
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return noise * self.diagonal_of_inverse().sqrt()
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        wide = jacobian.wide
+        return jacobian.sum_over_blocks(lambda i, block: weighted(block, self._variances[i], form, wide=wide))
 
     def diagonal_of_inverse(self) -> Tensor:
         return 1 / self._positive()

@@ -31,7 +31,7 @@ from laplace.structures.algebra import Recent, SignedOptions, nonnegative, requi
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import SpectralScan
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
@@ -238,11 +238,15 @@ class FullPrecision(Precision):
             return ratios.log1p().sum()
         return self.logdet() - self.prior.logdet()
 
-    def quad(self, vectors: Tensor) -> Tensor:
-        return (self._times(vectors) * vectors).sum(-1)
-
-    def product(self, vectors: Tensor) -> Tensor:
-        return self._times(vectors).detach()
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return self._times(vectors)
+        flat = vectors.reshape(-1, vectors.shape[-1])
+        reversed_order = flat.to(self._factor).flip(1)
+        if exponent == -1:
+            reversed_order = torch.linalg.solve_triangular(self._factor.mT, reversed_order, upper=True, left=False)
+        turned = torch.linalg.solve_triangular(self._factor, reversed_order, upper=False, left=False)
+        return turned.flip(1).to(vectors.dtype).view(vectors.shape)
 
     def _times(self, vectors: Tensor) -> Tensor:
         """P v without P, so that one vector costs one pass over H."""
@@ -317,26 +321,25 @@ class FullPrecision(Precision):
     def diagonal_of_inverse(self) -> Tensor:
         return self.root.square().sum(1).to(self._dtype)
 
-    def sample(self, noise: Tensor) -> Tensor:
-        turned = torch.linalg.solve_triangular(self._factor, noise.to(self._factor).flip(1), upper=False, left=False)
-        return turned.flip(1).to(noise.dtype)
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        """Sums are in float64 in every form: float32 would lose what cancels in P⁻¹, λmax(P) / λmin(P) of it."""
+        return self._contracted(jacobian, form).to(jacobian.summed_in(self._dtype))
 
-    # Predictions. Sums are in float64 on every path: float32 would lose what cancels in P⁻¹, λmax(P) / λmin(P) of it.
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        paired = self._paired(jacobian)
-        if paired is not None:
-            return self._narrowed(paired.products(jacobian.blocks), jacobian)
-        return self._narrowed(torch.cat([row_gram(self._coloured(piece)) for piece in jacobian.pieces()]), jacobian)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        if jacobian.is_head:
-            return self._narrowed(self._head_diagonal(jacobian), jacobian)
-        paired = self._paired(jacobian)
-        if paired is not None:
-            return self._narrowed(paired.products(jacobian.blocks, diagonal=True), jacobian)
-        squares = [self._coloured(piece).square().sum(2) for piece in jacobian.pieces()]
-        return self._narrowed(torch.cat(squares), jacobian)
+    def _contracted(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "diagonal" and jacobian.is_head:
+            return self._head_diagonal(jacobian)
+        # By pairs of layers, where that is less work than a product with J.
+        pairs = Pairs.of(jacobian.blocks) if Pairs.are_less_work(jacobian.blocks, jacobian.n_data) else None
+        if form == "joint":
+            dense = pairs is None
+            rows = self._coloured(jacobian.dense()) if dense else jacobian_product(pairs, jacobian.blocks, self.root)
+            return row_gram(rows.flatten(0, 1))
+        if pairs is not None:
+            key = (pairs, self._has_graph)
+            paired = self._recent(key, lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
+            return paired.products(jacobian.blocks, diagonal=form == "diagonal")
+        coloured = (self._coloured(piece) for piece in jacobian.pieces())
+        return torch.cat([rows.square().sum(2) if form == "diagonal" else row_gram(rows) for rows in coloured])
 
     def _head_diagonal(self, jacobian: Jacobian) -> Tensor:
         """Variances of a head's outputs, `[B, C]`."""
@@ -363,27 +366,10 @@ class FullPrecision(Precision):
         """True if what is computed from the root now belongs to a graph, and not only if that was so before."""
         return self._factor.requires_grad and torch.is_grad_enabled()
 
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        if Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
-            rows = jacobian_product(Pairs.of(jacobian.blocks), jacobian.blocks, self.root)
-        else:
-            rows = self._coloured(jacobian.dense())
-        return self._narrowed(row_gram(rows.flatten(0, 1)), jacobian)
-
     def _coloured(self, piece: Tensor) -> Tensor:
         """J L of a piece `[b, C, P]`, its columns in reversed order."""
         rows = piece.flatten(0, 1).to(self._factor).flip(1)
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False).view(piece.shape)
-
-    def _narrowed(self, values: Tensor, jacobian: Jacobian) -> Tensor:
-        return values.to(jacobian.summed_in(self._dtype))
-
-    def _paired(self, jacobian: Jacobian) -> PairedMatrix | None:
-        """P⁻¹ by pairs of layers, where that is less work than a product with J."""
-        if not Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
-            return None
-        pairs = Pairs.of(jacobian.blocks)
-        return self._recent((pairs, self._has_graph), lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
 
     @cached_property
     def _recent(self) -> Recent[PairedMatrix]:

@@ -7,7 +7,6 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
-from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
@@ -37,7 +35,7 @@ from laplace.structures.base import Curvature
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.powers import power
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision, weighted
 from laplace.structures.separation import Separation, first, in_order, linked
 from laplace.structures.spectra import (
     BlockSpectrum,
@@ -238,27 +236,22 @@ class KronPrecision(Precision):
                 total = total + (product * exact).sum(-1)
         return total.to(vectors.dtype)
 
-    def product(self, vectors: Tensor) -> Tensor:
-        """In the prior's dtype, which is enough for a penalty and half the cost of float64."""
-        return self.bmm(vectors.detach(), exponent=1)
-
     # Predictions.
 
     @cached_property
-    def _posterior(self) -> tuple[PosteriorBlock, ...]:
+    def _posterior(self) -> tuple[EigenBlock, ...]:
         """Every posterior block, in the Jacobians' dtype.
 
         Raises:
             CurvatureError: P is not positive definite.
         """
         dtype = self.prior.precision.dtype
-        blocks: list[PosteriorBlock] = []
+        blocks: list[EigenBlock] = []
         for i, (spectrum, values) in enumerate(self._decomposed):
             values = self._require_positive(values)
             if self._moves(i) and spectrum.basis is not None:
                 precision = self._dense_block(i, projected=self.spectra.signed and self._varies(i))
-                eigen = values.detach(), spectrum.basis.detach()
-                blocks.append(MovingBlock(precision, eigen, dtype))
+                blocks.append(MovingBlock(spectrum, values.detach(), precision, dtype))
             else:
                 blocks.append(EigenBlock(spectrum.cast(dtype), values.to(dtype)))
         return tuple(blocks)
@@ -289,31 +282,19 @@ class KronPrecision(Precision):
                     decomposed.append((own, own.values.maximum(widened(self._priors[i].min()))))
         return decomposed
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i].gram(block, wide=jacobian.wide)
+            lambda i, block: self._posterior[i].variance(block, form, wide=jacobian.wide)
         )
 
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self.spectra.regrouped(jacobian).sum_over_blocks(lambda i, block: self._posterior[i].norms(block))
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i].covariance(block, wide=jacobian.wide)
-        )
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.bmm(vectors, exponent=-1)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """P^(−1/2) ε with the symmetric root."""
-        return self.bmm(noise, exponent=-0.5)
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """In the prior's dtype, which is enough for a penalty and half the cost of float64; its root is symmetric."""
+        parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
+        return torch.cat([own.times(part, exponent) for own, part in zip(self._posterior, parts, strict=True)], -1)
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
         """P^exponent v of vectors `[..., P]`; P⁻¹ v unless told otherwise."""
-        parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
-        return torch.cat([own.times(part, exponent) for own, part in zip(self._posterior, parts, strict=True)], -1)
+        return self.power(vectors, exponent)
 
     def inv_square_form(self, vectors: Tensor) -> Tensor:
         """W P⁻¹ Wᵀ of `[B, K, P]`, `[B, K, K]`."""
@@ -375,37 +356,9 @@ def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping:
     return SpectralScan(lambda jacobian: spectra.project(jacobian, bases), precisions)
 
 
-class PosteriorBlock(ABC):
-    """A block P of a block-diagonal posterior precision, differentiable in what it was made of."""
-
-    @abstractmethod
-    def gram(self, block: Block, *, wide: bool) -> Tensor:
-        """J P⁻¹ Jᵀ of every datum, `[B, C, C]`; summed in float64 where that is wanted."""
-
-    @abstractmethod
-    def norms(self, block: Block) -> Tensor:
-        """Its diagonals, `[B, C]`."""
-
-    @abstractmethod
-    def covariance(self, block: Block, *, wide: bool) -> Tensor:
-        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major; likewise."""
-
-    @abstractmethod
-    def times(self, vectors: Tensor, exponent: float) -> Tensor:
-        """P^exponent v of vectors `[..., p]`."""
-
-    @abstractmethod
-    def diagonal(self, exponent: float) -> Tensor:
-        """Diagonal of P^exponent, `[p]`."""
-
-    @abstractmethod
-    def matrix(self, exponent: float) -> Tensor:
-        """P^exponent, `[p, p]`."""
-
-
 @dataclass(frozen=True, eq=False)
-class EigenBlock(PosteriorBlock):
-    """P = U diag(λ) Uᵀ in a basis that does not depend on hyper-parameters, or follows them.
+class EigenBlock:
+    """A block P = U diag(λ) Uᵀ of a posterior precision, in a basis that does not depend on hyper-parameters.
 
     Attributes:
         spectrum: U, in the dtype of Jacobians.
@@ -419,61 +372,38 @@ class EigenBlock(PosteriorBlock):
     def _variances(self) -> Tensor:
         return 1 / self.values
 
-    def gram(self, block: Block, *, wide: bool) -> Tensor:
-        return self.spectrum.project(block).weighted_gram(self._summed(wide))
-
-    def norms(self, block: Block) -> Tensor:
-        return self.spectrum.project(block).weighted_norms(self._variances)
-
-    def covariance(self, block: Block, *, wide: bool) -> Tensor:
-        return row_gram(self.spectrum.rotate(block.by_output()), self._summed(wide))
-
-    def _summed(self, wide: bool) -> Tensor:
-        """Variances in the dtype in which covariances are summed."""
-        return widened(self._variances) if wide else self._variances
+    def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
+        """J P⁻¹ Jᵀ, as of `Precision.variance`."""
+        return weighted(self.spectrum.project(block), self._variances, form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
+        """P^exponent v of vectors `[..., p]`."""
         return self.spectrum.rotate(self.spectrum.rotate(vectors) * self.values.pow(exponent), back=True)
 
     def diagonal(self, exponent: float) -> Tensor:
+        """Diagonal of P^exponent, `[p]`."""
         return self.spectrum.diagonal(self.values**exponent)
 
     def matrix(self, exponent: float) -> Tensor:
-        eye = torch.eye(self.spectrum.size, dtype=self.values.dtype, device=self.values.device)
-        return self.times(eye, exponent)
+        """P^exponent, `[p, p]`."""
+        return self.times(torch.eye(self.spectrum.size, dtype=self.values.dtype, device=self.values.device), exponent)
 
 
 @dataclass(frozen=True, eq=False)
-class MovingBlock(PosteriorBlock):
-    """A dense block whose eigenvectors move with hyper-parameters that require a gradient.
+class MovingBlock(EigenBlock):
+    """A dense block whose eigenvectors move with hyper-parameters that require a gradient: λ and U are constants.
 
     Attributes:
         precision: P with its graph, `[p, p]`, float64.
-        eigen: Eigenvalues `[p]` and eigenvectors of P, float64, constants.
         dtype: Of Jacobians.
     """
 
     precision: Tensor
-    eigen: tuple[Tensor, Tensor]
     dtype: torch.dtype
 
-    @cached_property
-    def _root(self) -> Tensor:
-        return self.matrix(-0.5)
-
-    def gram(self, block: Block, *, wide: bool) -> Tensor:
-        ones = widened(self._ones) if wide else self._ones
-        return MappedBlock(block, lambda piece: piece @ self._root).weighted_gram(ones)
-
-    def norms(self, block: Block) -> Tensor:
-        return MappedBlock(block, lambda piece: piece @ self._root).weighted_norms(self._ones)
-
-    @property
-    def _ones(self) -> Tensor:
-        return self._root.new_ones(len(self._root))
-
-    def covariance(self, block: Block, *, wide: bool) -> Tensor:
-        return row_gram(block.by_output() @ self._root, dtype=wide_dtype(self._root.device) if wide else None)
+    def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
+        root = self.matrix(-0.5)
+        return weighted(MappedBlock(block, lambda piece: piece @ root), root.new_ones(len(root)), form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return vectors @ self.matrix(exponent).to(vectors)
@@ -482,7 +412,8 @@ class MovingBlock(PosteriorBlock):
         return self.matrix(exponent).diagonal()
 
     def matrix(self, exponent: float) -> Tensor:
-        return power(self.precision, self.eigen, exponent).to(self.dtype)
+        (vectors,) = self.spectrum.factor_vectors
+        return power(self.precision, (self.values, vectors.detach()), exponent).to(self.dtype)
 
 
 _INPUT_DIMS = 3

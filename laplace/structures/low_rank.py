@@ -32,8 +32,8 @@ from laplace.structures import fields, subspace
 from laplace.structures.algebra import Recent, SignedOptions, nonnegative, require_positive
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import Cost
-from laplace.structures.powers import slopes
-from laplace.structures.precision import Precision
+from laplace.structures.powers import bilinear, power_slope, whitened_power
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
@@ -167,10 +167,6 @@ class LowRankPrecision(Precision):
         core = self.subspace.core(self.weights).to(inside)
         return vectors.square() @ self.prior.diagonal() + ((inside @ core) * inside).sum(-1)
 
-    def to_dense(self) -> Tensor:
-        basis = self.subspace.basis
-        return basis.T @ self.subspace.core(self.weights).to(basis) @ basis + torch.diag(self.prior.diagonal())
-
     @property
     def public(self) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """`((U [P, r], λ [r]), δ [P])` with P = U diag(λ) Uᵀ + diag(δ)."""
@@ -183,7 +179,7 @@ class LowRankPrecision(Precision):
         """The inside of the subspace, with the graph that leads to weights and prior."""
         core, delta = self.subspace.core(self.weights), widened(self.prior.precision)
         if self.prior.is_scalar:
-            root, inside = None, core / delta
+            inside = core / delta
             values, vectors = torch.linalg.eigh(core.detach())
             values, rotation = values / delta.detach(), vectors.T * delta.sqrt()
         else:
@@ -191,29 +187,24 @@ class LowRankPrecision(Precision):
             inside = root.T @ core @ root
             values, vectors = torch.linalg.eigh(inside.detach())
             rotation = torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
-        thetas = self._checked(values)
-        return _Solved(thetas, rotation, vectors.T @ (inside - inside.detach()) @ vectors)
+        return _Solved(inside, self._checked(values), vectors, rotation)
 
     @cached_property
     def _deviations(self) -> Tensor:
         """δ^(−1/2), `[P]`."""
         return self.prior.diagonal().rsqrt().to(self.subspace.basis)
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self._variance(jacobian, diagonal=False)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self._variance(jacobian, diagonal=True)
-
-    def _variance(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
-        solved = self._solved
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "joint":
+            return self._joint(jacobian)
+        solved, diagonal = self._solved, form == "diagonal"
         inverse = self._deviations.square()
         basis = self.subspace.basis
         wanted = jacobian.summed_in(basis.dtype)
         dtype = wide_dtype(basis.device) if self._cancels else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
-        return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(wanted)
+        return (moments.reduced(solved.thetas) + solved.moved(moments.z, diagonal=diagonal)).to(wanted)
 
     @cached_property
     def _cancels(self) -> bool:
@@ -221,11 +212,11 @@ class LowRankPrecision(Precision):
         thetas = self._solved.thetas.detach()
         return len(thetas) > 0 and is_true(thetas.max() * torch.finfo(self.subspace.basis.dtype).eps > _CANCELLING)
 
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+    def _joint(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
         rows = jacobian.dense().flatten(0, 1)
         inside = subspace.inner(rows, self.subspace.basis, self._deviations.square()) @ rotation.T
-        total = row_gram(inside, 1 / (1 + thetas)) + self._solved.moved(inside, -1, diagonal=False)
+        total = row_gram(inside, 1 / (1 + thetas)) + self._solved.moved(inside, diagonal=False)
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
         for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
             wide = widened(deviations)
@@ -233,58 +224,62 @@ class LowRankPrecision(Precision):
             total = total + outside @ outside.T
         return total.to(jacobian.summed_in(self.subspace.basis.dtype))
 
-    def sample(self, noise: Tensor) -> Tensor:
-        """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
-        thetas, rotation = self._solved.thetas, self._solved.rotation
-        shrunk = rotation.T @ (torch.diag((1 + thetas).rsqrt() - 1) + self._solved.slope(-0.5)) @ rotation
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """P⁻¹ and its root by D^(−1/2) (I + Z ((1 + θ)^exponent − 1) Zᵀ)."""
         basis, deviations = self.subspace.basis, self._deviations
-        inside = (noise * deviations) @ basis.T
-        return (noise + (inside @ shrunk.to(inside)) @ basis * deviations) * deviations
+        if exponent == 1:
+            return (
+                vectors @ basis.T @ self.subspace.core(self.weights).to(basis)
+            ) @ basis + vectors * self.prior.diagonal()
+        shrinking = self._solved.shrinking(exponent).to(basis)
 
-    def solve(self, vectors: Tensor) -> Tensor:
-        with torch.no_grad():
-            thetas, rotation = self._solved.thetas, self._solved.rotation
-            shrunk = -(rotation.T * (thetas / (1 + thetas))) @ rotation
-            basis, variances = self.subspace.basis, self._deviations.square()
-            scaled = vectors * variances
-            return ((scaled @ basis.T @ shrunk.to(scaled)) @ basis).mul_(variances).add_(scaled)
+        def removed(white: Tensor) -> Tensor:
+            return (((white * deviations) @ basis.T) @ shrinking) @ basis * deviations
+
+        return whitened_power(vectors, exponent, deviations, removed)
 
     def diagonal_of_inverse(self) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
         inverse = widened(self._deviations).square()
         share = subspace.quadratic_forms(self.subspace.basis, rotation.T @ rotation) * inverse  # Σ Z², at most 1
-        shrunk = rotation.T @ (torch.diag(1 / (1 + thetas)) + self._solved.slope(-1)) @ rotation
-        inside = subspace.quadratic_forms(self.subspace.basis, shrunk)
+        inside = subspace.quadratic_forms(self.subspace.basis, self._solved.between(1 / (1 + thetas), -1))
         return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64.
-
-    Eigenvectors have no derivative where eigenvalues meet: θ and W are constants, and what S does is a term of its own.
+    """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64; θ and W are constants.
 
     Attributes:
-        thetas: θ, `[r]`, a constant.
+        inside: S, `[r, r]`, with the graph that leads to weights and prior.
+        thetas: θ, `[r]`.
+        vectors: W.
         rotation: Wᵀ L⁻¹, `[r, r]`, with the graph that leads to the prior.
-        drift: Wᵀ (S − S*) W, `[r, r]`: zero, with the graph of S.
     """
 
+    inside: Tensor
     thetas: Tensor
+    vectors: Tensor
     rotation: Tensor
-    drift: Tensor
 
-    def slope(self, exponent: float) -> Tensor | float:
-        """Wᵀ ((I + S)^exponent − the same at S*) W to first order, `[r, r]`: zero, with its gradient."""
-        return slopes(1 + self.thetas, exponent) * self.drift if self.drift.requires_grad else 0.0
+    def slope(self, exponent: float) -> Tensor | None:
+        """Wᵀ (I + S)^exponent W less what it is, `[r, r]`: zero, with its gradient; None where there is none."""
+        return power_slope(self.inside, (1 + self.thetas, self.vectors), exponent)
 
-    def moved(self, z: Tensor, exponent: float, *, diagonal: bool) -> Tensor | float:
-        """The same between coordinates z `[..., n, r]`, `[..., n, n]` or its diagonals."""
+    def shrinking(self, exponent: float) -> Tensor:
+        """L⁻ᵀ (I − (I + S)^exponent) L⁻¹, `[r, r]`, with its graph."""
+        return self.between(1 - (1 + self.thetas) ** exponent, exponent, -1)
+
+    def between(self, values: Tensor, exponent: float, sign: float = 1) -> Tensor:
+        """L⁻ᵀ W (diag(values) ± what (I + S)^exponent changes by) Wᵀ L⁻¹, `[r, r]`."""
         slope = self.slope(exponent)
-        if not isinstance(slope, Tensor):
-            return slope
-        half = z @ slope.to(z)
-        return (half * z).sum(-1) if diagonal else half @ z.mT
+        inner = torch.diag(values) if slope is None else torch.diag(values) + sign * slope
+        return self.rotation.T @ inner @ self.rotation
+
+    def moved(self, z: Tensor, *, diagonal: bool) -> Tensor | float:
+        """Z (I + S)⁻¹ Zᵀ of coordinates `[..., n, r]` less what it is, `[..., n, n]` or its diagonals."""
+        slope = self.slope(-1)
+        return 0.0 if slope is None else bilinear(z, slope, diagonal=diagonal)
 
 
 @dataclass(frozen=True, eq=False)

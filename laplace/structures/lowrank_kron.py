@@ -55,8 +55,8 @@ from laplace.structures.kronecker_eigenvectors import (
     pair_bytes,
 )
 from laplace.structures.log_det import Pairs, log_det_ratio
-from laplace.structures.powers import shrinking_slopes
-from laplace.structures.precision import Precision
+from laplace.structures.powers import shrinkage, shrinkage_slope, whitened_power
+from laplace.structures.precision import Form, Precision, weighted
 from laplace.structures.separation import Separation, first, in_order, linked
 
 # The candidates of eigenvalue-corrected low rank: products of the vectors that are held of both sides of a tensor.
@@ -317,23 +317,26 @@ class _Solved:
         """S B⁻¹, `[p]`: what the entries of U are multiplied with in B⁻¹ V."""
         return widened(self.part.scaling) * self.inverse
 
-    def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> tuple[Tensor, Tensor | None]:
-        """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
+    def reduced(self, block: Block, dtype: torch.dtype, form: Form) -> tuple[Tensor, Tensor | None]:
+        """J P⁻¹ Jᵀ in one of the forms, computed in `dtype`.
 
         The second term takes away what the first one has: True, 0-dim, is returned too where too little is left for
-        `dtype`, and None where nothing is taken away.
+        `dtype`, and None where nothing is taken away, or `dtype` is the widest.
         """
-        inverse = self.inverse.to(dtype)
-        first = block.weighted_norms(inverse) if diagonal else block.weighted_gram(inverse)
+        first = weighted(block, self.inverse.to(dtype), form, wide=False)
         if not len(self.roots):
             return first, None
         z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
-        z = z.unflatten(1, (block.n_data, -1))
-        rest = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
-        return rest, None if dtype == wide_dtype(first.device) else self._cancels(first, rest, diagonal=diagonal)
+        if form == "joint":
+            rest = first - z.T @ z
+        else:
+            z = z.unflatten(1, (block.n_data, -1))
+            rest = first - (z.square().sum(0) if form == "diagonal" else torch.einsum("kbc,kbd->bcd", z, z))
+        return rest, None if dtype == wide_dtype(first.device) else self._cancels(first, rest)
 
-    def _cancels(self, first: Tensor, rest: Tensor, *, diagonal: bool) -> Tensor:
-        before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, rest))
+    def _cancels(self, first: Tensor, rest: Tensor) -> Tensor:
+        pair = (first.detach(), rest.detach())
+        before, after = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in pair)
         return (after * _CANCELLING < torch.finfo(rest.dtype).eps * before).any()
 
     def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
@@ -342,31 +345,30 @@ class _Solved:
         rows = self.part.columns.rows(dtype)
         return torch.cat([block.apply(row * weights) * roots[some, None, None] for some, row in rows])
 
-    def covariance(self, rows: Tensor) -> Tensor:
-        """J P⁻¹ Jᵀ of rows `[n, p]`, `[n, n]`, float64."""
-        rows = widened(rows)
-        z = torch.linalg.solve_triangular(self.factor, self._inside(rows * self._weights).T, upper=False)
-        return (rows * self.inverse) @ rows.T - z.T @ z
-
-    def _inside(self, vectors: Tensor) -> Tensor:
-        return self.part.columns.inside(vectors) * self.roots
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """B^(−1/2) (I + W Wᵀ)^(−1/2) ε with W = B^(−1/2) V, of ε `[S, p]`."""
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """P⁻¹ v, or B^(−½) (I + W Wᵀ)^(−½) v with W = B^(−½) V, of v `[..., p]`."""
         deviations = self.inverse.sqrt()
         if not len(self.roots):
-            return noise * deviations
-        whiten = widened(self.part.scaling) * deviations
+            return vectors * (deviations if exponent == -0.5 else self.inverse)
+        whiten, shrinking, columns = (
+            widened(self.part.scaling) * deviations,
+            self._shrinking(exponent),
+            self.part.columns,
+        )
+
+        def removed(white: Tensor) -> Tensor:
+            inside = (columns.inside(white * whiten) * self.roots) @ shrinking
+            return columns.combined(inside * self.roots) * whiten
+
+        return whitened_power(vectors, exponent, deviations, removed)
+
+    def _shrinking(self, exponent: float) -> Tensor:
+        """The matrix g(K) by which the low rank takes from a power, `[K, K]`."""
         core = self.factor @ self.factor.T
         values, vectors = algebra.eigh(core)
-        values = values.clamp(min=1)
-        roots = values.sqrt()  # K = I + WᵀW; 1 − 1/√K over K − 1 is 1 / (√K (1 + √K))
-        shrunk = (vectors / (roots * (1 + roots))) @ vectors.T
-        if core.requires_grad:
-            drift = vectors.T @ (core - core.detach()) @ vectors
-            shrunk = shrunk + vectors @ (shrinking_slopes(values) * drift) @ vectors.T
-        inside = self._inside(noise * whiten) @ shrunk
-        return (noise - self.part.columns.combined(inside * self.roots) * whiten) * deviations
+        eigen = values.clamp(min=1), vectors
+        constant = (vectors * shrinkage(eigen[0], exponent)) @ vectors.T
+        return constant + shrinkage_slope(core, eigen, exponent) if core.requires_grad else constant
 
     def diagonal(self) -> Tensor:
         """Diagonal of P⁻¹, `[p]`."""
@@ -432,12 +434,25 @@ class LowRankKronPrecision(Precision):
         return factor
 
     def quad(self, vectors: Tensor) -> Tensor:
+        """By squares of few coordinates, half the work of a product."""
         wide = widened(vectors)
         total = wide.square() @ widened(self._scale * self._rest + self.prior.diagonal())
         for part, piece in zip(self.parts, wide.split([part.size for part in self.parts], -1), strict=True):
-            inside = part.columns.inside(piece * part.scaling)
-            total = total + self._scale * (inside.square() * part.values).sum(-1)
+            total = total + self._scale * (part.columns.inside(piece * part.scaling).square() * part.values).sum(-1)
         return total.to(vectors.dtype)
+
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        pieces = widened(vectors).split([part.size for part in self.parts], -1)
+        if exponent == 1:
+            products = [self._curved(part, piece) for part, piece in zip(self.parts, pieces, strict=True)]
+            return (torch.cat(products, -1) + widened(vectors) * self.prior.diagonal()).to(vectors.dtype)
+        powers = [solved.power(piece, exponent) for solved, piece in zip(self._solved, pieces, strict=True)]
+        return torch.cat(powers, -1).to(vectors.dtype)
+
+    def _curved(self, part: Part, vectors: Tensor) -> Tensor:
+        """S (S U Λ Uᵀ S + D) v of vectors `[..., p]`, float64."""
+        inside = part.columns.inside(vectors * part.scaling) * part.values
+        return self._scale * (part.columns.combined(inside) * part.scaling + vectors * part.rest)
 
     def to_dense(self) -> Tensor:
         blocks = [self._dense_block(part) for part in self.parts]
@@ -458,37 +473,24 @@ class LowRankKronPrecision(Precision):
             solved.append(_Solved(part, inverse, (widened(self._scale) * part.values).sqrt(), factor))
         return tuple(solved)
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self._reduced(jacobian, diagonal=False)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self._reduced(jacobian, diagonal=True)
-
-    def _reduced(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "joint":
+            wide = wide_dtype(self.prior.precision.device)
+            pairs = zip(self._solved, jacobian.blocks, strict=True)
+            joint = total(solved.reduced(block.cast(wide), wide, form)[0] for solved, block in pairs)
+            return joint.to(jacobian.summed_in(self.prior.precision.dtype))
         dtype = jacobian.summed_in(self.prior.precision.dtype)
         blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
         pairs = list(zip(self._solved, blocks, strict=True))
-        reduced = [part.reduced(block, dtype, diagonal=diagonal) for part, block in pairs]
+        reduced = [part.reduced(block, dtype, form) for part, block in pairs]
         flags = [cancels for _, cancels in reduced if cancels is not None]
         if not flags or not is_true(torch.stack(flags).any()):
             return total(values for values, _ in reduced)
         wide = wide_dtype(flags[0].device)
         return total(
-            values
-            if cancels is None or not bool(cancels)
-            else part.reduced(block.cast(wide), wide, diagonal=diagonal)[0].to(dtype)
+            values if cancels is None or not bool(cancels) else part.reduced(block.cast(wide), wide, form)[0].to(dtype)
             for (part, block), (values, cancels) in zip(pairs, reduced, strict=True)
         )
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]
-        parts = [solved.covariance(part) for solved, part in zip(self._solved, rows, strict=True)]
-        return torch.stack(parts).sum(0).to(jacobian.summed_in(self.prior.precision.dtype))
-
-    def sample(self, noise: Tensor) -> Tensor:
-        pieces = widened(noise).split([part.size for part in self.parts], -1)
-        drawn = [solved.sample(piece) for solved, piece in zip(self._solved, pieces, strict=True)]
-        return torch.cat(drawn, -1).to(noise.dtype)
 
     def diagonal_of_inverse(self) -> Tensor:
         return torch.cat([solved.diagonal() for solved in self._solved]).to(self.prior.precision.dtype)

@@ -35,7 +35,7 @@ from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.kron import KronCurvature
 from laplace.structures.krylov import SolveReport, SolveReports, Tally, TraceLog, signs
 from laplace.structures.low_rank import Subspace
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 # Gradients that have no graph of their own, because what they are of was solved for without one.
@@ -393,12 +393,14 @@ class MatrixFreePrecision(Precision):
         row = self.prior.layout.n_params * self.prior.precision.element_size()
         return max(1, MEMORY_BUDGET // (_HELD * row * vectors_each))
 
-    def product(self, vectors: Tensor) -> Tensor:
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """Products and solutions are constants; samples are differentiable."""
+        if exponent == -0.5:
+            return self._sampled(vectors)
+        if exponent == -1:
+            return self._all_solved(vectors, "solutions")
         with torch.inference_mode(False), torch.no_grad():
             return self._times(vectors.detach().reshape(-1, vectors.shape[-1])).view_as(vectors)
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return self._all_solved(vectors, "solutions")
 
     def _all_solved(self, right: Tensor, question: str) -> Tensor:
         if not len(right):
@@ -507,19 +509,15 @@ class MatrixFreePrecision(Precision):
 
     # Predictions.
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return torch.cat(list(self._forms(jacobian))).to(jacobian.summed_in(self.prior.precision.dtype))
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        variance = self.functional_variance(jacobian)
-        return variance.diagonal(dim1=1, dim2=2).to(self.prior.precision.dtype)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        rows = jacobian.dense().flatten(0, 1).unsqueeze(0)
-        tally = Tally("variances")
-        total = self._inverse_form(rows, tally)
-        self._told(tally)
-        return total[0].to(jacobian.summed_in(self.prior.precision.dtype))
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        dtype = self.prior.precision.dtype
+        if form == "joint":
+            tally = Tally("variances")
+            total = self._inverse_form(jacobian.dense().flatten(0, 1).unsqueeze(0), tally)[0]
+            self._told(tally)
+            return total.to(jacobian.summed_in(dtype))
+        variance = torch.cat(list(self._forms(jacobian))).to(jacobian.summed_in(dtype))
+        return variance if form == "full" else variance.diagonal(dim1=1, dim2=2).to(dtype)
 
     def _forms(self, jacobian: Jacobian) -> Iterator[Tensor]:
         """J_b P⁻¹ J_bᵀ, `[b, C, C]` of consecutive data, float64."""
@@ -550,7 +548,7 @@ class MatrixFreePrecision(Precision):
     def n_noise(self, n_params: int) -> int:
         return n_params + self.system.products.n_noise
 
-    def sample(self, noise: Tensor) -> Tensor:
+    def _sampled(self, noise: Tensor) -> Tensor:
         n, like = self.prior.layout.n_params, self.system.products.like
         white, colours = noise[:, :n].to(like), noise[:, n:].to(like)
         products = self.system.products
@@ -578,6 +576,10 @@ class MatrixFreePrecision(Precision):
     @property
     def scale(self) -> Tensor:
         return self._dense.scale
+
+    @property
+    def covariance(self) -> Tensor:
+        return self._dense.covariance
 
 
 class _Moved(torch.autograd.Function):

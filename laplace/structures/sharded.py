@@ -26,7 +26,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields
 from laplace.structures.algebra import other_structure
 from laplace.structures.base import Curvature, DataPass, narrowed
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision
 from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
@@ -71,32 +71,17 @@ class SharePrecision(Precision):
             return vectors.new_zeros(vectors.shape[:-1])
         return self.own.quad(self.prior.layout.gathered(vectors, self.tensors))
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if self.own is None:
-            shape = jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents
-            return self._zeros(jacobian, *shape)
-        return self.own.functional_variance(self._part(jacobian))
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        if self.own is None:
-            return self._zeros(jacobian, jacobian.n_data, jacobian.n_cotangents)
-        return self.own.functional_diagonal(self._part(jacobian))
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        if self.own is None:
-            size = jacobian.n_data * jacobian.n_cotangents
-            return self._zeros(jacobian, size, size)
-        return self.own.functional_covariance(self._part(jacobian))
-
-    def _part(self, jacobian: Jacobian) -> Jacobian:
-        return replace(jacobian, blocks=tuple(jacobian.blocks[i] for i in self.tensors))
-
-    def _zeros(self, jacobian: Jacobian, *shape: int) -> Tensor:
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if self.own is not None:
+            blocks = tuple(jacobian.blocks[i] for i in self.tensors)
+            return self.own.variance(replace(jacobian, blocks=blocks), form)
+        b, c = jacobian.n_data, jacobian.n_cotangents
+        shape = {"diagonal": (b, c), "full": (b, c, c), "joint": (b * c, b * c)}[form]
         like = self.prior.precision.detach()
         return like.new_zeros(shape, dtype=jacobian.summed_in(like.dtype))
 
-    def sample(self, noise: Tensor) -> Tensor:
-        return self._placed(noise, lambda own, part: own.sample(part))
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return self._placed(vectors, lambda own, part: own.power(part, exponent))
 
     def diagonal_of_inverse(self) -> Tensor:
         like = self.prior.precision.detach()
@@ -187,20 +172,13 @@ class ShardedPrecision(Precision):
         total = self._total("predictions", x, covariance)
         return replace(gaussians[0], covariance=total)
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self._contracted(jacobian, lambda share: share.functional_variance(jacobian))
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        inputs = tuple(tensor for _, tensor in fields.named_tensors(jacobian))
+        return self._total("variances", inputs, lambda share: share.variance(jacobian, form))
 
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self._contracted(jacobian, lambda share: share.functional_diagonal(jacobian))
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._contracted(jacobian, lambda share: share.functional_covariance(jacobian))
-
-    def _contracted(self, jacobian: Jacobian, of: Callable[[Precision], Tensor]) -> Tensor:
-        return self._total("variances", tuple(tensor for _, tensor in fields.named_tensors(jacobian)), of)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return self._total("samples", (noise,), lambda share: share.sample(noise))
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        what = "samples" if exponent == -0.5 else "products"
+        return self._total(what, (vectors,), lambda share: share.power(vectors, exponent))
 
     def diagonal_of_inverse(self) -> Tensor:
         return self._total("variances of the weights", (), lambda share: share.diagonal_of_inverse())

@@ -16,7 +16,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import CurvatureError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures.precision import Precision
+from laplace.structures.precision import Form, Precision
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
@@ -56,11 +56,13 @@ class FixedRootPrecision(Precision):
         rows = vectors.reshape(-1, vectors.shape[-1])
         return torch.linalg.solve(widened(self.root), widened(rows).T).T.to(vectors).view_as(vectors)
 
-    def to_dense(self) -> Tensor:
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
         if self._is_diagonal:
-            return torch.diag(self.root.square().reciprocal())
-        inverse = torch.linalg.inv(widened(self.root))
-        return (inverse.T @ inverse).to(self.root)
+            return vectors * self.root if exponent == -0.5 else vectors * self.root ** (-2 * exponent)
+        if exponent == 1:
+            rows = self._whitened(vectors).reshape(-1, vectors.shape[-1])
+            return torch.linalg.solve(widened(self.root).T, widened(rows).T).T.to(vectors).view_as(vectors)
+        return (vectors if exponent == -0.5 else vectors @ self.root) @ self.root.T
 
     @property
     def public(self) -> Tensor:
@@ -70,14 +72,11 @@ class FixedRootPrecision(Precision):
     def scale(self) -> Tensor:
         return self.root
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return torch.cat([self._gram(self._times_root(piece), jacobian) for piece in jacobian.pieces()])
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return torch.cat([self._times_root(piece).square().sum(2) for piece in jacobian.pieces()])
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._gram(self._times_root(jacobian.dense()).flatten(0, 1), jacobian)
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "joint":
+            return self._gram(self._times_root(jacobian.dense()).flatten(0, 1), jacobian)
+        rows = (self._times_root(piece) for piece in jacobian.pieces())
+        return torch.cat([r.square().sum(2) if form == "diagonal" else self._gram(r, jacobian) for r in rows])
 
     def _gram(self, rows: Tensor, jacobian: Jacobian) -> Tensor:
         return row_gram(rows, dtype=jacobian.summed_in(rows.dtype))
@@ -87,9 +86,6 @@ class FixedRootPrecision(Precision):
         if self._is_diagonal:
             return piece * self.root
         return (piece.flatten(0, 1) @ self.root).view(piece.shape)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return noise * self.root if self._is_diagonal else noise @ self.root.T
 
     def diagonal_of_inverse(self) -> Tensor:
         return self.root.square() if self._is_diagonal else self.root.square().sum(1)

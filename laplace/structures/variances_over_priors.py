@@ -78,6 +78,6 @@ class OneByOne(VariancesOverPriors):
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         def at(delta: Tensor) -> Tensor:
             precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
-            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
+            return precision.variance(jacobian, "diagonal" if diagonal else "full")
 
         return one_by_one(at)

@@ -26,8 +26,8 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent, sampled
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import mixed
-from laplace.structures.base import Precision
 from laplace.structures.draws import drawn
+from laplace.structures.precision import Form, Precision
 from laplace.tuning.objectives import Prediction
 
 # The predictions that settings are compared by, and what a loss reads of them.
@@ -95,7 +95,8 @@ class Summaries:
 
     def contraction(self, precision: Precision) -> Callable[[Jacobian], Tensor]:
         """Variances `[B, C]` or covariances `[B, C, C]` of f, by its Jacobian."""
-        return precision.functional_diagonal if self.diagonal else precision.functional_variance
+        form: Form = "diagonal" if self.diagonal else "full"
+        return lambda jacobian: precision.variance(jacobian, form)
 
     def read(self, jacobian: Jacobian) -> Jacobian:
         """A Jacobian whose covariances are summed in float64 where samples are drawn from them."""

@@ -127,7 +127,7 @@ def _losses(posterior: Posterior, seen: list[SeenBatch]) -> tuple[Tensor, Tensor
     f, y = (phi[out] @ moved.T + offset).to(f), y[out]
 
     blocks = [HeadBlock(features[out], n_outputs), HeadBlock(ones[out], n_outputs, is_bias=True)][: len(slots)]
-    variance = posterior.precision().functional_diagonal(Jacobian(tuple(blocks))).to(f)
+    variance = posterior.precision().variance(Jacobian(tuple(blocks)), "diagonal").to(f)
     sigma = posterior.hypers.sigma_noise
     ours = likelihood.predict(f, variance, LinkApprox.PROBIT), variance if likelihood.has_noise else None
     network = likelihood.inverse_link(f), None

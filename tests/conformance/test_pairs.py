@@ -163,7 +163,7 @@ def test_evidence_and_variances_are_those_of_the_same_jacobians_in_float64(weigh
         assert torch.allclose(precision.logdet_ratio(), ratio, rtol=1e-6)
         variance = J @ torch.linalg.solve(exact, J.mT)
         assert torch.allclose(
-            precision.functional_diagonal(jacobian).double(), variance.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=0
+            precision.variance(jacobian, "diagonal").double(), variance.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=0
         )
     assert la.H.dtype == torch.float32
 
@@ -225,10 +225,10 @@ def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
     precision = la.posterior()
     assert isinstance(precision, FullPrecision) and precision.root.requires_grad
     (jacobian, _), *_ = la.engine.jacobian(x)
-    for read in (precision.functional_variance, precision.functional_diagonal):
+    for form in ("full", "diagonal"):
         with torch.no_grad():
-            without = read(jacobian)
-        variance = read(jacobian)
+            without = precision.variance(jacobian, form)
+        variance = precision.variance(jacobian, form)
         assert torch.equal(variance, without)
         (slope,) = torch.autograd.grad(variance.sum(), delta, retain_graph=True)
         assert slope < 0

@@ -316,8 +316,7 @@ def test_a_model_is_free_while_the_error_is_looked_at(monkeypatch: pytest.Monkey
     def fails(*_: Any) -> None:
         raise CurvatureError("no variance")
 
-    monkeypatch.setattr(KronPrecision, "functional_variance", fails)
-    monkeypatch.setattr(KronPrecision, "functional_diagonal", fails)
+    monkeypatch.setattr(KronPrecision, "variance", fails)
     for link in ("probit", "bridge"):
         with pytest.raises(CurvatureError):
             la(X, link_approx=link)

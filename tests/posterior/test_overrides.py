@@ -197,8 +197,8 @@ def test_covariances_of_a_given_posterior_are_summed_as_wide_as_the_library_s() 
     exact, precision, wide = rows @ rows.T, la.predictive_posterior(), replace(jacobian, wide=True)
     blocks = torch.stack([exact.view(3, 2, 3, 2)[i, :, i] for i in range(3)])
     for found, expected in (
-        (precision.functional_covariance(wide), exact),
-        (precision.functional_variance(wide), blocks),
+        (precision.variance(wide, "joint"), exact),
+        (precision.variance(wide, "full"), blocks),
     ):
         assert found.dtype == torch.float64
         assert_close(found, expected, "float32")

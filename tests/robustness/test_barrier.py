@@ -94,13 +94,13 @@ def test_two_predictions_that_meet_in_the_contraction(monkeypatch: pytest.Monkey
     inputs = [grid.data(seed=8)[0], grid.data(seed=9)[0][:5]]
     expected = [la(x) for x in inputs]
     precision = la.posterior()
-    real, barrier = type(precision).functional_diagonal, threading.Barrier(2)
+    real, barrier = type(precision).variance, threading.Barrier(2)
 
-    def contract(self: Any, jacobian: Any) -> Tensor:
+    def contract(self: Any, jacobian: Any, form: Any) -> Tensor:
         barrier.wait(20)
-        return real(self, jacobian)
+        return real(self, jacobian, form)
 
-    monkeypatch.setattr(type(precision), "functional_diagonal", contract)
+    monkeypatch.setattr(type(precision), "variance", contract)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(la, inputs))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

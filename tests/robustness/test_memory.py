@@ -230,14 +230,14 @@ def test_jacobians_and_contractions_of_too_many_data(monkeypatch: pytest.MonkeyP
     expected = la(X)
     with memory_for(2), pytest.warns(MemoryWarning, match="data at once"), pytest.raises(OutOfMemory, match="datum"):
         la(X)  # three outputs of a single datum take three cotangents
-    real = FullPrecision.functional_diagonal
+    real = FullPrecision.variance
 
-    def contract(precision: FullPrecision, jacobian: Any) -> Tensor:
+    def contract(precision: FullPrecision, jacobian: Any, form: Any) -> Tensor:
         if jacobian.n_data > 4:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-        return real(precision, jacobian)
+        return real(precision, jacobian, form)
 
-    monkeypatch.setattr(FullPrecision, "functional_diagonal", contract)
+    monkeypatch.setattr(FullPrecision, "variance", contract)
     with pytest.warns(MemoryWarning):
         assert_close(la(X), expected, "float32")
 

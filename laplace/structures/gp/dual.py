@@ -29,6 +29,7 @@ from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
 from laplace.structures.base import DataPass, require_finite
+from laplace.structures.precision import Form
 
 # Data as an approximation in function space sees them: Jacobians with outputs and targets, and the loss on the way.
 
@@ -236,24 +237,22 @@ class Basis:
             start = stop
         return torch.as_tensor(product)
 
-    def variance(self, jacobian: Jacobian) -> Projected:
-        """Covariances between the outputs of every datum."""
-        inside = self.coordinates(jacobian)
-        outside = kernel_at(jacobian, self.scales) - inside @ inside.mT
+    def split(self, jacobian: Jacobian, form: Form) -> Projected:
+        """The prior covariance in one of the forms, split into what the data span and the rest."""
+        inside, whole = self.coordinates(jacobian), prior_covariance(jacobian, self.scales, form)
+        if form == "diagonal":
+            return Projected(inside, (whole - inside.square().sum(2)).clamp(min=0), self.values)
+        inside = inside.flatten(0, 1) if form == "joint" else inside
+        outside = whole - inside @ inside.mT
         return Projected(inside, 0.5 * (outside + outside.mT), self.values)
 
-    def diagonal(self, jacobian: Jacobian) -> Projected:
-        """Variances of every output by itself."""
-        inside = self.coordinates(jacobian)
-        outside = kernel_diagonal(jacobian, self.scales) - inside.square().sum(2)
-        return Projected(inside, outside.clamp(min=0), self.values)
 
-    def covariance(self, jacobian: Jacobian) -> Projected:
-        """Covariances between all outputs of all data."""
-        inside = self.coordinates(jacobian).flatten(0, 1)
-        whole = kernel(jacobian, jacobian, self.scales).reshape(len(inside), len(inside))
-        outside = whole - inside @ inside.T
-        return Projected(inside, 0.5 * (outside + outside.T), self.values)
+def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
+    """J D⁻¹ Jᵀ in one of the forms, float64."""
+    if form == "joint":
+        n = jacobian.n_data * jacobian.n_cotangents
+        return kernel(jacobian, jacobian, scales).reshape(n, n)
+    return kernel_diagonal(jacobian, scales) if form == "diagonal" else kernel_at(jacobian, scales)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,16 +19,16 @@ from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian, kernel
-from laplace.structures import algebra, fields
+from laplace.structures import algebra, fields, subspace
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.dual import ObservingPass, Projected, jacobians, pulled, uncounted
 from laplace.structures.gp.subset import Pool, make_score
-from laplace.structures.powers import slopes
-from laplace.structures.precision import Precision
+from laplace.structures.powers import bilinear, power
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 # Posterior precisions in the span of a few directions.
@@ -59,20 +59,22 @@ class NystromPrecision(Precision):
     prior: GaussianPrior
 
     @cached_property
-    def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of Σ w G; of several terms constants."""
-        if len(self.gram) == 1:
-            return widened(self.weights[0]) * self.unit[0], self.unit[1]
-        return algebra.eigh(torch.tensordot(widened(self.weights.detach()), self.gram, 1))
+    def _core(self) -> Tensor:
+        """Σ w G, `[k, k]`, float64."""
+        return torch.tensordot(widened(self.weights), self.gram, 1)
 
-    def _slope(self, exponent: float) -> Tensor | None:
-        """(Σ w G + δ)^exponent less what it is at these weights, in the eigenbasis: zero, with its gradient in w."""
-        if len(self.gram) == 1 or not self.weights.requires_grad:
-            return None
-        values, vectors = self._spectrum
-        total = torch.tensordot(widened(self.weights), self.gram, 1)
-        drift = vectors.T @ (total - total.detach()) @ vectors
-        return slopes(values + self._delta.detach(), exponent) * drift
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of Σ w G, constants."""
+        if len(self.gram) == 1:
+            return widened(self.weights[0].detach()) * self.unit[0], self.unit[1]
+        return algebra.eigh(self._core)
+
+    def _inside(self, exponent: float) -> Tensor:
+        """(Σ w G + δ)^exponent, `[k, k]`, float64, with its graph."""
+        (values, vectors), delta = self._eigen, widened(self._delta)
+        moving = self._core + delta * torch.eye(len(values), dtype=values.dtype, device=values.device)
+        return power(moving, (values + delta.detach(), vectors), exponent)
 
     @property
     def _delta(self) -> Tensor:
@@ -81,73 +83,28 @@ class NystromPrecision(Precision):
     def logdet_ratio(self) -> Tensor:
         if len(self.gram) == 1:
             return (self.weights * self.unit[0] / self._delta).log1p().sum()
-        values = torch.linalg.eigvalsh(torch.tensordot(widened(self.weights), self.gram, 1))
-        return (values.clamp(min=0) / self._delta).log1p().sum()
+        return (torch.linalg.eigvalsh(self._core).clamp(min=0) / self._delta).log1p().sum()
 
     def quad(self, vectors: Tensor) -> Tensor:
         inside = vectors @ self.directions.T
-        gram = torch.tensordot(widened(self.weights), self.gram, 1).to(vectors)
-        return ((inside @ gram) * inside).sum(-1) + self._delta * vectors.square().sum(-1)
+        return bilinear(inside.unsqueeze(-2), self._core, diagonal=True).squeeze(
+            -1
+        ) + self._delta * vectors.square().sum(-1)
 
-    def _projected(self, jacobian: Jacobian) -> Tensor:
-        """Features in the eigenbasis, `[B, C, k]`."""
-        return features(self.directions, jacobian).permute(1, 2, 0) @ self._spectrum[1]
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """That of all weights for an exponent of 1; inverse and root are of the span, and zero outside of it."""
+        inside = self._core if exponent == 1 else self._inside(exponent)
+        curved = ((vectors @ self.directions.T) @ inside.to(vectors)) @ self.directions
+        return curved + self._delta * vectors if exponent == 1 else curved
 
-    def _at(self, inside: Tensor, outside: Tensor) -> Tensor:
-        one = torch.ones((), dtype=wide_dtype(inside.device), device=inside.device)
-        constant = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
-        slope = self._slope(-1)
-        if slope is None:
-            return constant
-        half = inside @ slope
-        return constant + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        inside = self._projected(jacobian)
-        variance = self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
-        return variance.to(jacobian.summed_in(self.directions.dtype))
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        inside = self._projected(jacobian)
-        return self._at(inside, inside.new_zeros(inside.shape[:2])).to(self.directions.dtype)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        inside = self._projected(jacobian).flatten(0, 1)
-        covariance = self._at(inside, inside.new_zeros(len(inside), len(inside)))
-        return covariance.to(jacobian.summed_in(self.directions.dtype))
-
-    @property
-    def _root(self) -> Tensor:
-        """V E (λ + δ)^(−½), `[P, k]`."""
-        values, vectors = self._spectrum
-        scaled, slope = vectors * (values + self._delta).rsqrt(), self._slope(-0.5)
-        scaled = scaled if slope is None else scaled + vectors @ slope
-        return self.directions.T @ scaled.to(self.directions)
-
-    @property
-    def _rotated(self) -> Tensor:
-        """V E, `[P, k]`."""
-        return self.directions.T @ self._spectrum[1].to(self.directions)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return (noise @ self._rotated) @ self._root.T
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        rows = features(self.directions, jacobian).permute(1, 2, 0)
+        diagonal, dtype = form == "diagonal", self.directions.dtype
+        variance = bilinear(rows.flatten(0, 1) if form == "joint" else rows, self._inside(-1), diagonal=diagonal)
+        return variance.to(dtype if diagonal else jacobian.summed_in(dtype))
 
     def diagonal_of_inverse(self) -> Tensor:
-        return self._root.square().sum(1)
-
-    def to_dense(self) -> Tensor:
-        gram = torch.tensordot(widened(self.weights), self.gram, 1).to(self.directions)
-        return self.directions.T @ gram @ self.directions + torch.diag(self.prior.diagonal())
-
-    @property
-    def covariance(self) -> Tensor:
-        """Covariance within the span, `[P, P]`."""
-        return self._root @ self._root.T
-
-    @property
-    def scale(self) -> Tensor:
-        """The symmetric root of it, `[P, P]`."""
-        return self._root @ self._rotated.T
+        return subspace.quadratic_forms(self.directions, self._inside(-1)).to(self.directions.dtype)
 
 
 @dataclass(frozen=True, eq=False)

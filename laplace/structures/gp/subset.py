@@ -24,7 +24,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
+from laplace.jacobian.jacobian import Jacobian, kernel, kernel_at
 from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.gp.dual import (
@@ -37,11 +37,12 @@ from laplace.structures.gp.dual import (
     Span,
     each_output,
     observed,
+    prior_covariance,
     pulled,
     uncounted,
 )
-from laplace.structures.powers import shrinking_slopes
-from laplace.structures.precision import Precision
+from laplace.structures.powers import shrinkage, shrinkage_slope, whitened_power
+from laplace.structures.precision import Form, Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 SELECTIONS = ("random", "top", "leverage")
@@ -267,11 +268,12 @@ class DualPrecision(Precision):
         gram = self.duals[i].gram(self.weights_of(i), self.scales)
         return torch.linalg.cholesky(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
 
-    def moved(self, i: int, jacobian: Jacobian, constant: Tensor, form: str) -> Tensor:
-        """Covariances in a fixed basis, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
+    def covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
+        """J P⁻¹ Jᵀ of a dual in one of the forms, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
+        constant = self.bases[i].split(jacobian, form).at(*self.setting)
         if not self.moves:
             return constant
-        outside = {"full": kernel_at, "diagonal": kernel_diagonal, "joint": _joint_kernel}[form](jacobian, self.scales)
+        outside = prior_covariance(jacobian, self.scales, form)
         cross = torch.cat([kernel(jacobian, part, self.scales) for part in self.duals[i].parts], 2)
         rows = self.duals[i].lower(cross.flatten(0, 1), self.weights_of(i))
         inside = torch.linalg.solve_triangular(self.root(i), rows.T, upper=False).T
@@ -306,17 +308,9 @@ class SubsetPrecision(DualPrecision):
     def weights_of(self, i: int) -> Tensor:
         return self.weights
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        variance = self.bases[0].variance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, variance, "full").to(jacobian.summed_in(self.dtype))
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        variances = self.bases[0].diagonal(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, variances, "diagonal").to(self.dtype)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        covariance = self.bases[0].covariance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, covariance, "joint").to(jacobian.summed_in(self.dtype))
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        dtype = self.dtype if form == "diagonal" else jacobian.summed_in(self.dtype)
+        return self.covariance_of(0, jacobian, form).to(dtype)
 
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
@@ -337,24 +331,29 @@ class SubsetPrecision(DualPrecision):
         values = self._push(rows).square().sum(1) + (rows.square() * self.prior.diagonal()).sum(1)
         return values.view(vectors.shape[:-1])
 
-    def sample(self, noise: Tensor) -> Tensor:
-        """D^(−½) (I + Bᵀ B)^(−½) ε with B = A D^(−½): I − Bᵀ U (1 − (1 + λ)^(−½))/λ Uᵀ B is that root."""
-        root = self.prior.diagonal().rsqrt().to(noise)
-        values, vectors = self._spectrum
-        factor = (1 - (1 + values).rsqrt()) / values
-        pushed = widened(self._push(root * noise))
-        inner = (pushed @ vectors * factor) @ vectors.T
-        if self.moves:
-            inner = inner + pushed @ self._shrinking_slope()
-        return root * (noise - root * self._pull(inner.to(noise)))
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """P⁻¹ and its root by (I + Bᵀ B)^exponent = I − Bᵀ g(I + G) B with B = A D^(−½)."""
+        flat = vectors.reshape(-1, vectors.shape[-1])
+        if exponent == 1:
+            return (self._pull(self._push(flat)) + flat * self.prior.diagonal()).view(vectors.shape)
+        deviations = self.prior.diagonal().rsqrt().to(vectors)
 
-    def _shrinking_slope(self) -> Tensor:
-        """(1 − (1 + λ)^(−½))/λ of G less what it is, `[R, R]`: zero, with its gradient; null directions count too."""
+        def removed(white: Tensor) -> Tensor:
+            return deviations * self._pull(self._shrunk(self._push(deviations * white), exponent).to(white))
+
+        return whitened_power(flat, exponent, deviations, removed).view(vectors.shape)
+
+    def _shrunk(self, rows: Tensor, exponent: float) -> Tensor:
+        """Rows `[S, R]` times g(I + G) within the span of the data, float64; null directions have a gradient."""
+        rows = widened(rows)
+        values, vectors = self._spectrum
+        shrunk = (rows @ vectors * shrinkage(1 + values, exponent)) @ vectors.T
+        if not self.moves:
+            return shrunk
         gram = self.duals[0].gram(self.weights, self.scales)
         with torch.no_grad():
             values, vectors = algebra.eigh(0.5 * (gram + gram.T))
-        drift = vectors.T @ (gram - gram.detach()) @ vectors
-        return vectors @ (shrinking_slopes(1 + values) * drift) @ vectors.T
+        return shrunk + rows @ shrinkage_slope(gram, (1 + values, vectors), exponent)
 
     @property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
@@ -377,16 +376,6 @@ class SubsetPrecision(DualPrecision):
             removed = removed + row.square() / (1 + value).to(row)
         return variance - variance.square() * removed
 
-    def to_dense(self) -> Tensor:
-        rows = self._push(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
-        return rows.T @ rows + torch.diag(self.prior.diagonal())
-
-
-def _joint_kernel(jacobian: Jacobian, scales: Scales) -> Tensor:
-    """K between all outputs of all data, `[B·C, B·C]`, float64."""
-    n = jacobian.n_data * jacobian.n_cotangents
-    return kernel(jacobian, jacobian, scales).reshape(n, n)
-
 
 def _side_by_side(blocks: list[Tensor]) -> Tensor:
     """Covariances `[..., n, n]` of C independent outputs as one, `[..., n·C, n·C]`, rows major."""
@@ -400,46 +389,15 @@ class IndependentPrecision(DualPrecision):
     def weights_of(self, i: int) -> Tensor:
         return self.weights[i].unsqueeze(0) if self.weights.numel() > 1 else self.weights
 
-    def _outputs(self, jacobian: Jacobian) -> Iterator[tuple[Basis, Jacobian]]:
-        yield from zip(self.bases, each_output(jacobian), strict=True)
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if jacobian.group_size == 1:  # an output of one row: variances say everything
-            return torch.diag_embed(self.functional_diagonal(jacobian))
-        blocks = [
-            self.moved(i, part, basis.variance(part).at(*self.setting), "full")
-            for i, (basis, part) in enumerate(self._outputs(jacobian))
-        ]
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        if form == "full" and jacobian.group_size == 1:  # an output of one row: variances say everything
+            return torch.diag_embed(self.variance(jacobian, "diagonal"))
+        blocks = [self.covariance_of(i, part, form) for i, part in enumerate(each_output(jacobian))]
+        if form == "diagonal":
+            return torch.cat(blocks, 1).to(self.dtype)
         return _side_by_side(blocks).to(jacobian.summed_in(self.dtype))
 
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        variances = [
-            self.moved(i, part, basis.diagonal(part).at(*self.setting), "diagonal")
-            for i, (basis, part) in enumerate(self._outputs(jacobian))
-        ]
-        return torch.cat(variances, 1).to(self.dtype)
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        blocks = [
-            self.moved(i, part, basis.covariance(part).at(*self.setting), "joint")
-            for i, (basis, part) in enumerate(self._outputs(jacobian))
-        ]
-        return _side_by_side(blocks).to(jacobian.summed_in(self.dtype))
-
-    def quad(self, vectors: Tensor) -> Tensor:
-        raise self._no_weights()
-
-    def sample(self, noise: Tensor) -> Tensor:
-        raise self._no_weights()
-
-    def diagonal_of_inverse(self) -> Tensor:
-        raise self._no_weights()
-
-    def to_dense(self) -> Tensor:
-        raise self._no_weights()
-
-    @property
-    def scale(self) -> Tensor:
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
         raise self._no_weights()
 
     def _no_weights(self) -> UnsupportedError:
@@ -471,10 +429,10 @@ class DualScan(VariancesOverPriors):
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         if self.together:
             basis = self.bases[0]
-            projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
+            projected = basis.split(jacobian, "diagonal" if diagonal else "full")
             dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
-        parts = [basis.diagonal(one) for basis, one in zip(self.bases, each_output(jacobian), strict=True)]
+        parts = [basis.split(one, "diagonal") for basis, one in zip(self.bases, each_output(jacobian), strict=True)]
 
         def at(deltas: Tensor) -> Tensor:
             variances = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])
