@@ -32,7 +32,6 @@ __getattr__, __dir__, __all__ = _lazy.attach(
         "laplace.mixture.mixture": "MixtureLaplace",
         "laplace.posterior.calibration": "Calibration",
         "laplace.predictive.prediction": "Prediction",
-        "laplace.training.marglik": "marglik_training",
-        "laplace.training.online": "OnlineLaplace",
+        "laplace.training.online": "OnlineLaplace marglik_training",
     },
 )

@@ -53,8 +53,7 @@ from laplace.loading import load
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.posterior.calibration import Calibration
 from laplace.predictive.prediction import Prediction
-from laplace.training.marglik import marglik_training
-from laplace.training.online import OnlineLaplace
+from laplace.training.online import OnlineLaplace, marglik_training
 
 __version__: str
 

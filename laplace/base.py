@@ -30,7 +30,7 @@ from laplace.posterior.user_hooks import NoStructure, with_users_members
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.weights.base import AllWeights, Weights
-from laplace.weights.feature_extractor import network_of
+from laplace.weights.last_layer import network_of
 from laplace.weights.problem import Problem
 
 Backend = type[CurvatureInterface] | None

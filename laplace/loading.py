@@ -20,7 +20,7 @@ from laplace.mixture.mimo import HeadCall
 from laplace.network.model_guard import require_module, unwrap
 from laplace.parametric import ParametricLaplace
 from laplace.saving import described, outline
-from laplace.weights.feature_extractor import network_of
+from laplace.weights.last_layer import network_of
 
 _COMPARED = ("likelihood", "backend")
 """Objects that are compared with those of the posterior that was saved, by their class and its plain options."""

@@ -449,8 +449,8 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         Warns:
             ApproximationWarning: It did not converge.
         """
+        from laplace.refinement.linear_model import RefineOptions
         from laplace.refinement.refine import refine
-        from laplace.refinement.refiner import RefineOptions
 
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
         posterior = self.snapshot().before_new_data("refine")

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.metrics import accuracy
 from laplace.plotting import new_figure
+from laplace.training import TaskMemory
 from laplace.training.continual import train_task
-from laplace.training.task_memory import TaskMemory
 from protocol.baselines.vogn import Vogn, VognSettings
 from protocol.claims import Claim
 from protocol.data import Part, digits, split

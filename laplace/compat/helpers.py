@@ -17,7 +17,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.metrics import AccumulatingMetric, accepted_by
 from laplace.network import next_token
 from laplace.network.model_guard import unwrap
-from laplace.weights.feature_extractor import network_of
+from laplace.weights.last_layer import network_of
 
 
 class Predictor(Protocol):

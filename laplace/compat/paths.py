@@ -20,8 +20,8 @@ _MATRIX = {
     "KronDecomposed": "laplace.compat.kronecker.decomposed:KronDecomposed",
 }
 _METRICS = at("laplace.metrics", "RunningNLLMetric")
-_EXTRACTOR = at("laplace.weights.feature_extractor", "FeatureExtractor")
-_SWAG = at("laplace.weights.swag", "fit_diagonal_swag_var")
+_EXTRACTOR = at("laplace.weights.last_layer", "FeatureExtractor")
+_SWAG = at("laplace.weights.masks", "fit_diagonal_swag_var")
 _MASKS = at(
     "laplace.weights.masks",
     "SubnetMask ParamNameSubnetMask ModuleNameSubnetMask LastLayerSubnetMask RandomSubnetMask "
@@ -57,7 +57,7 @@ TABLE: dict[str, Mapping[str, str]] = {
         **at("laplace.function_space", "FunctionalLLLaplace"),
     },
     "laplace.subnetlaplace": at("laplace.grid", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"),
-    "laplace.marglik_training": at("laplace.training.marglik", "marglik_training"),
+    "laplace.marglik_training": at("laplace.training.online", "marglik_training"),
     "laplace.curvature.curvature": at("laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"),
     # The module asdfghjkl became asdl, which the package of the old name installs: the names mean its backends.
     "laplace.curvature.asdfghjkl": {

@@ -29,8 +29,7 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.loss_adapter import Loss
 from laplace.weights.base import AllWeights, Subnetwork, Weights
-from laplace.weights.feature_extractor import FeatureExtractor
-from laplace.weights.last_layer import LastLayer
+from laplace.weights.last_layer import FeatureExtractor, LastLayer
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class CurvatureInterface:
             synonyms = [given.arguments[other] for other, meant in self.synonyms.items() if meant == name]
             value = next((value for value in synonyms if value is not None), given.arguments[name])
             setattr(self, name, value)
-        self.model = model.with_own_head() if isinstance(model, FeatureExtractor) else model
+        self.model = model.of_network() if isinstance(model, FeatureExtractor) else model
         self.likelihood = likelihood
         self.last_layer = last_layer
         self.subnetwork_indices = subnetwork_indices

@@ -39,10 +39,10 @@ from laplace.predictive.options import FUNCTION_SPACE
 from laplace.structures.base import Precision
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.structures.gp.subset import SubsetPrecision
-from laplace.tuning.grid import Losses
-from laplace.tuning.objectives import Loss, find_score, make_objective
+from laplace.tuning.candidates import Losses
+from laplace.tuning.losses import Validation, find_score
+from laplace.tuning.objectives import Loss, make_loss
 from laplace.tuning.tunable import SearchName
-from laplace.tuning.validation import Validation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -478,7 +478,7 @@ def _best_candidate(
     if not settings:
         raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
     with autograd_mode(), torch.no_grad():
-        objective = make_objective(None, likelihood)
+        objective = make_loss(None, likelihood)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         group = tuning.PosteriorGroup((posterior,))
         losses = Losses(group.candidates(settings, predictive, whole_covariance=objective.whole_covariance), objective)

@@ -25,7 +25,7 @@ from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.structures.base import DataPass, require_finite
 from laplace.structures.gp.dual import Span, jacobians, observed, uncounted
 from laplace.structures.gp.subset import Pool, joined
-from laplace.tuning.objectives import find_score
+from laplace.tuning.losses import find_score
 from laplace.weights.problem import Problem
 
 # Objective of a variational posterior: α-energies of the data and its distance from the prior.

@@ -43,7 +43,7 @@ from laplace.saving import Saved
 from laplace.structures.base import Curvature
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.tunable import Tunable
-from laplace.weights.feature_extractor import network_of
+from laplace.weights.last_layer import network_of
 
 
 class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):

@@ -27,8 +27,8 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
+from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.process import ProcessRefiner
-from laplace.refinement.refiner import RefineOptions
 from laplace.refinement.weight_space import WeightRefiner
 
 _MOST_CLIPPED = 0.01

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from laplace.core.gaussian import covariance_root
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.random_numbers import standard_normal
+from laplace.core.random_numbers import check_generator, standard_normal
+from laplace.engines.engine import same_count
+from laplace.engines.native.kinds import GGNEngine
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.posterior.posterior import Posterior, Refinement
+from laplace.structures.krylov import solve
 
 if TYPE_CHECKING:
     from laplace.refinement.process import KernelData
     from laplace.refinement.weight_space import LinearData
+
 
 _HERMITE = 32
 _WIDE = 2.0
@@ -37,15 +46,12 @@ class Smoothing:
     its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers, scaled to second
     moments of 1.
 
-    Attributes:
-        points: `[S, 1]` (shared by the outputs) or `[S, C]`.
-        weights: `[S]`, sum 1.
-        independent: Whether the likelihood acts on every output alone: roots are standard deviations then.
+    Roots of covariances are standard deviations where the likelihood acts on every output alone.
     """
 
-    points: Tensor
-    weights: Tensor
-    independent: bool
+    points: Tensor  # `[S, 1]` (shared by the outputs) or `[S, C]`
+    weights: Tensor  # `[S]`, sum 1
+    independent: bool  # whether the likelihood acts on every output alone
 
     @classmethod
     def of(
@@ -57,16 +63,7 @@ class Smoothing:
         like: Tensor,
         widest: float = 1.0,
     ) -> Smoothing:
-        """Points for a likelihood.
-
-        Args:
-            likelihood: p(y | f).
-            n_outputs: C.
-            n_samples: Random points, where they are random.
-            generator: Their source; None for seed 0.
-            like: A tensor of the device.
-            widest: The largest standard deviation of an output that is to be expected.
-        """
+        """Points for a likelihood; `widest` is the largest standard deviation of an output that is to be expected."""
         if likelihood.independent_outputs:
             return cls(*_quadrature(widest, like.device), independent=True)
         source = generator or torch.Generator(device=like.device).manual_seed(0)
@@ -153,11 +150,13 @@ def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
     return points, torch.as_tensor(masses, dtype=wide_dtype(device), device=device)
 
 
-NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
+NO_SMOOTHING = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
 """The values themselves, without an expectation."""
 
 
-# The generalised linear model p(D | f_lin(x, θ)) p(θ) as a convex function of θ.
+# ----------------------------------------------------------------------------------------------------------------------
+# The generalised linear model p(D | f_lin(x, θ)) p(θ) as a convex function of θ
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,29 +166,16 @@ class LinearModel:
     With a covariance of the outputs the loss is its expectation under N(f_lin, V): the part of the evidence lower
     bound that depends on the mean.
 
-    Attributes:
-        data: The data as the model sees them: outputs where its parameters are zero, products with J and Jᵀ.
-        likelihood: p(y | f).
-        scale: 1/(σ²T), 0-dim or `[C]`.
-        prior_precision: δ, `[P]`, float64.
-        offset: θ* − μ₀, `[P]`, float64.
-        smoothing: Points of the expectation.
-        roots: A root of V for every batch, or None.
+    Its data are outputs where its parameters are zero, and products with J and Jᵀ. Numbers are float64.
     """
 
     data: LinearData | KernelData
     likelihood: Likelihood
-    scale: Tensor
-    prior_precision: Tensor
-    offset: Tensor
-    smoothing: Smoothing = NOWHERE
-    roots: Sequence[Tensor] | None = None
-
-    @classmethod
-    def standard(cls, data: LinearData | KernelData, likelihood: Likelihood, scale: Tensor, n: int) -> LinearModel:
-        """A model with n parameters and a standard normal prior."""
-        zero = torch.zeros(n, dtype=data.batches[0].f.dtype, device=data.batches[0].f.device)
-        return cls(data, likelihood, scale, torch.ones_like(zero), zero)
+    scale: Tensor  # 1/(σ²T), 0-dim or `[C]`
+    prior_precision: Tensor  # δ, `[P]`
+    offset: Tensor  # θ* − μ₀, `[P]`
+    smoothing: Smoothing = NO_SMOOTHING
+    roots: Sequence[Tensor] | None = None  # a root of V for every batch
 
     @property
     def n_outputs(self) -> int:
@@ -211,12 +197,10 @@ class LinearModel:
         return torch.stack([self.smoothing.losses(self.likelihood, *one) for one in self._each(at)]).sum(0)
 
     def value(self, at: Tensor) -> float:
-        """The function."""
         theta = self.offset + at
         return float((self.scale * self.loss_terms(at)).sum() + 0.5 * (self.prior_precision * theta) @ theta)
 
     def gradient(self, at: Tensor) -> Tensor:
-        """Its gradient, `[P]`."""
         residuals = [self.scale * self.smoothing.gradient(self.likelihood, *one) for one in self._each(at)]
         return self.data.pull(residuals) + self.prior_precision * (self.offset + at)
 
@@ -227,9 +211,258 @@ class LinearModel:
     def hessian_at(self, at: Tensor) -> Callable[[Tensor], Tensor]:
         """Products of its Hessian with vectors."""
         inner = self.hessians(at)
+        return lambda v: self.data.curvature_product(inner, self.scale, v) + self.prior_precision * v
 
-        def product(vector: Tensor) -> Tensor:
-            curved = self.data.curvature_product(inner, self.scale, vector)
-            return curved + self.prior_precision * vector
 
-        return product
+# ----------------------------------------------------------------------------------------------------------------------
+# Minimisation of smooth convex functions by Newton steps, each found by preconditioned conjugate gradients
+# ----------------------------------------------------------------------------------------------------------------------
+
+_MAX_PRODUCTS = 500
+_ARMIJO = 1e-4
+_MAX_HALVINGS = 40
+
+
+class Convex(Protocol):
+    """A function of vectors `[P]` with a positive definite Hessian."""
+
+    def value(self, at: Tensor) -> float: ...
+    def gradient(self, at: Tensor) -> Tensor: ...
+    def hessian_at(self, at: Tensor) -> Callable[[Tensor], Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Minimum:
+    """End of a minimisation.
+
+    The distance √(gᵀ M g), with the gradient g there and the preconditioner M, is about how far the minimum is, in
+    units of its own scale.
+    """
+
+    at: Tensor  # `[P]`
+    values: tuple[float, ...]  # at the start and after every step
+    distance: float
+    converged: bool
+
+
+def minimise(
+    function: Convex,
+    start: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    *,
+    tolerance: float,
+    max_steps: int,
+    residual: float = 1e-2,
+    progress_bar: bool = False,
+) -> Minimum:
+    """Newton's method with a line search; every step is solved to a residual that shrinks with the distance.
+
+    Args:
+        function: What is made small.
+        start: `[P]`.
+        precondition: An approximate inverse of the Hessian, symmetric and positive definite.
+        tolerance: Largest `Minimum.distance` that counts as converged.
+        max_steps: Newton steps.
+        residual: Largest one, relative to the gradient, to which a step is solved.
+        progress_bar: Show a progress bar.
+    """
+    at, values = start, [function.value(start)]
+    gradient = function.gradient(at)
+    distance = _norm(gradient, precondition(gradient))
+    with tqdm(total=max_steps, desc="refine", disable=not progress_bar) as bar:
+        for _ in range(max_steps):
+            if distance <= tolerance:
+                break
+            relative = min(residual, max(0.1 * tolerance, distance))
+            direction = solved(function.hessian_at(at), -gradient, precondition, relative)
+            slope = float(gradient @ direction)
+            step = _backtracked(function, at, direction, values[-1], slope)
+            bar.update()
+            if step is None:  # nothing is gained any more but rounding
+                break
+            at, value = step
+            values.append(value)
+            gradient = function.gradient(at)
+            distance = _norm(gradient, precondition(gradient))
+    return Minimum(at, tuple(values), distance, distance <= tolerance)
+
+
+def solved(
+    product: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], relative: float
+) -> Tensor:
+    """H⁻¹ r of r `[P]`, to a residual relative to r in the norm of the preconditioner."""
+    most = min(_MAX_PRODUCTS, 2 * len(right) + 10)
+    return solve(
+        lambda rows: product(rows[0]).unsqueeze(0), right.unsqueeze(0), lambda rows: precondition(rows[0]).unsqueeze(0),
+        relative=relative, max_iterations=most, verified=False,
+    ).x[0]  # fmt: skip
+
+
+def _norm(vector: Tensor, image: Tensor) -> float:
+    return math.sqrt(max(0.0, float(vector @ image)))
+
+
+def _backtracked(
+    function: Convex, at: Tensor, direction: Tensor, value: float, slope: float
+) -> tuple[Tensor, float] | None:
+    """The first of the steps 1, ½, ¼, … that makes a function smaller, up to its rounding (Armijo, 1966)."""
+    rounding = 1e-14 * abs(value)
+    step = 1.0
+    for _ in range(_MAX_HALVINGS):
+        new = at + step * direction
+        reached = function.value(new)
+        if reached <= value + _ARMIJO * step * slope + rounding:
+            return new, reached
+        step /= 2
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Common ground of all refinements: a linear model at the present hyper-parameters, Gaussians over its parameters
+# ----------------------------------------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound="Covariance")
+
+
+@dataclass(frozen=True)
+class RefineOptions:
+    """Options of a refinement, checked."""
+
+    max_steps: int = 100  # Newton steps, or updates of a variational covariance
+    tolerance: float | None = None  # None for what the precision of the numbers allows
+    n_samples: int = 200  # points of the expectations of softmax likelihoods
+    generator: torch.Generator | None = None
+    progress_bar: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1 or self.n_samples < 2:
+            raise InvalidArgument(
+                f"max_steps={self.max_steps} and n_samples={self.n_samples}; at least 1 and 2 are accepted."
+            )
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise InvalidArgument(f"tolerance={self.tolerance}; it must lie in (0, 1).")
+        check_generator(self.generator)
+
+
+class Covariance(ABC):
+    """Covariance S of a Gaussian over the n parameters of a linear model: S⁻¹ is a curvature plus the prior P₀."""
+
+    @abstractmethod
+    def solve(self, vector: Tensor) -> Tensor:
+        """S v of a vector `[n]`, float64."""
+
+    @abstractmethod
+    def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
+        """Covariances J S Jᵀ of the outputs of every datum, a tensor `[B, C, C]` per batch, or variances `[B, C]`."""
+
+    @abstractmethod
+    def divergence(self) -> float:
+        """tr(P₀ S) − n + log det S⁻¹ − log det P₀: twice KL(q ‖ p), less the distance of the means."""
+
+
+class Refiner(ABC, Generic[S]):
+    """A linear model of the data of a fit at the present hyper-parameters, and how a posterior is made of its end."""
+
+    model: LinearModel
+    start: Tensor  # `[n]`, float64: parameters of a former refinement, or of the network
+
+    def __init__(self, posterior: Posterior, options: RefineOptions) -> None:
+        choices, engine = posterior.choices, posterior.engine
+        split = posterior.map_fit.curvature.n_terms > 1
+        if engine.split_outputs != split:  # a loaded or copied posterior has one that was made for predictions
+            engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
+        if not isinstance(engine, GGNEngine):
+            raise UnsupportedError(
+                f"backend={choices.backend_cls.__name__} cannot refine: the curvature of the linearised network is a "
+                "GGN at its own outputs; use backend=NativeGGN, the default."
+            )
+        if posterior.map_fit.is_weighed:
+            raise UnsupportedError(
+                "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does "
+                "not support; for class weights use Categorical(class_weight=...), which it supports."
+            )
+        self.posterior = posterior
+        self.engine: GGNEngine = engine
+        self.options = options
+        self.evidence = posterior.evidence
+        scale = posterior.likelihood.curvature_scale(engine.kind, self.evidence.sigma_noise, self.evidence.temperature)
+        self.scale = widened(scale.detach())
+
+    def require_all(self, n_data: float) -> None:
+        """Raises `InvalidData` where other data were read than those of the fit, by their number."""
+        seen = self.posterior.map_fit.n_data
+        if not same_count(n_data, seen):
+            raise InvalidData(
+                f"the loader gave {n_data:g} data, the fit has seen {seen:g}; a refinement replaces the fit "
+                "and needs all of its data."
+            )
+
+    @property
+    @abstractmethod
+    def network_loss(self) -> Tensor:
+        """Loss of the data at the network's own outputs, as `Likelihood.loss_terms`, `[1]` or `[C]`."""
+
+    def require_same_loss(self) -> None:
+        """The same by the loss of the data."""
+        found, fitted = (
+            float(widened(terms).sum()) for terms in (self.network_loss, self.posterior.map_fit.loss_terms)
+        )
+        if abs(found - fitted) > _SAME * max(abs(fitted), 1.0):
+            raise InvalidData(
+                f"the loss of these data is {found:.6g}, that of the fit was {fitted:.6g}: give the data of the fit, "
+                "without random augmentation."
+            )
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype in which outputs of the linear model are known."""
+
+    @abstractmethod
+    def covariance(self) -> S:
+        """Covariance of the posterior as it is."""
+
+    @abstractmethod
+    def expected(self, model: LinearModel, at: Tensor) -> S:
+        """Covariance with the (expected) curvature of a model at parameters `[n]`."""
+
+    @abstractmethod
+    def between(self, first: S, second: S, rate: float) -> S:
+        """Covariance with the curvature (1 − ρ) H + ρ H′ of two, 0 < ρ < 1."""
+
+    @abstractmethod
+    def fit(self, covariance: S, at: Tensor) -> Fit:
+        """The curvature of a covariance, in the posterior's structure, and the loss at parameters `[n]`."""
+
+    @abstractmethod
+    def mean(self, at: Tensor) -> Tensor:
+        """θ̂ of parameters `[n]`, as `Refinement` holds it."""
+
+    def minimum(self, model: LinearModel, start: Tensor, covariance: S, *, show: bool) -> Minimum:
+        """The minimum of a model, searched from parameters `[n]`."""
+        tolerance = self.options.tolerance or _TOLERANCE[self.dtype]
+        return minimise(
+            model, start, covariance.solve, tolerance=tolerance, max_steps=self.options.max_steps, progress_bar=show
+        )
+
+    @property
+    def bound_tolerance(self) -> float:
+        """Change of a bound, relative to its size, that counts as none."""
+        return self.options.tolerance or _BOUND_TOLERANCE[self.dtype]
+
+    def result(self, method: str, covariance: S, end: Minimum, standard_error: float = 0.0) -> Refinement:
+        """The refinement at the end of a search."""
+        return Refinement(
+            method, self.mean(end.at), self.fit(covariance, end.at), len(end.values) - 1, end.converged, end.distance,
+            end.values, standard_error,
+        )  # fmt: skip
+
+
+_SAME = 1e-3
+"""Difference of two sums of losses, relative to them, that may be rounding of single precision."""
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""In posterior standard deviations: what products with a Jacobian of this precision can resolve."""
+
+_BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""Of a bound that cannot grow any more, relative to its size."""

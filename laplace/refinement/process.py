@@ -23,9 +23,7 @@ from laplace.errors import InvalidData
 from laplace.fitting import Fit, ReadOptions
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
-from laplace.refinement.linear_model import LinearModel
-from laplace.refinement.newton import solved
-from laplace.refinement.refiner import Covariance, RefineOptions, Refiner
+from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
 from laplace.structures import algebra
 from laplace.structures.gp.dual import Dual, moved_by, pulled
 from laplace.structures.gp.subset import Subset, SubsetPass
@@ -39,19 +37,14 @@ from laplace.structures.gp.subset import Subset, SubsetPass
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Features of one Gaussian process over some of the outputs of M data.
+    """Features of one Gaussian process over some of the outputs of M data."""
 
-    Attributes:
-        root: L, `[M, C′, r]`, float64.
-        inverse: U λ^(−½), `[M, C′, r]`: duals from coordinates.
-    """
-
-    root: Tensor
-    inverse: Tensor
+    root: Tensor  # L, `[M, C′, r]`, float64
+    inverse: Tensor  # U λ^(−½), `[M, C′, r]`: duals from coordinates
 
     @classmethod
     def of(cls, kernel: Tensor) -> Features:
-        """Those of K `[M, C′, M, C′]`, without directions that are zero but for rounding."""
+        """The features of K `[M, C′, M, C′]`, without directions that are zero but for rounding."""
         m, c = kernel.shape[:2]
         matrix = widened(kernel).reshape(m * c, m * c)
         values, vectors = algebra.eigh(0.5 * (matrix + matrix.T))
@@ -61,23 +54,16 @@ class Features:
 
     @property
     def width(self) -> int:
-        """C′."""
         return self.root.shape[1]
 
     @property
     def rank(self) -> int:
-        """Number of coordinates."""
         return self.root.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
 class KernelBatch:
-    """The M data.
-
-    Attributes:
-        f: Prior mean of the outputs, `[M, C]`, float64.
-        y: Checked targets.
-    """
+    """The M data: prior mean of the outputs `[M, C]`, float64, and checked targets."""
 
     f: Tensor
     y: Tensor
@@ -85,17 +71,11 @@ class KernelBatch:
 
 @dataclass(frozen=True, eq=False)
 class KernelData:
-    """M data as Gaussian processes see them: one of all outputs together, or one of every output.
-
-    Attributes:
-        batch: Prior mean and targets.
-        features: Of every process; their widths add up to C.
-        n_data: M, as the likelihood counts them.
-    """
+    """M data as Gaussian processes see them: one of all outputs together, or one of every output."""
 
     batch: KernelBatch
-    features: tuple[Features, ...]
-    n_data: float
+    features: tuple[Features, ...]  # of every process; their widths add up to C
+    n_data: float  # M, as the likelihood counts them
 
     @property
     def batches(self) -> Sequence[KernelBatch]:
@@ -103,11 +83,11 @@ class KernelData:
         return (self.batch,)
 
     def split(self, vector: Tensor) -> tuple[Tensor, ...]:
-        """Coordinates `[n]` of every process."""
+        """Coordinates `[n]` as those of every process."""
         return vector.split([part.rank for part in self.features])
 
-    def of_outputs(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """Outputs `[M, C, …]` of every process, `[M, C′, …]`."""
+    def split_outputs(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """Outputs `[M, C, …]` as those of every process, `[M, C′, …]`."""
         return outputs.split([part.width for part in self.features], 1)
 
     def push(self, vector: Tensor) -> list[Tensor]:
@@ -116,7 +96,7 @@ class KernelData:
 
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """Lᵀ u, `[n]`, of u `[M, C]`."""
-        pairs = zip(self.features, self.of_outputs(cotangents[0]), strict=True)
+        pairs = zip(self.features, self.split_outputs(cotangents[0]), strict=True)
         return torch.cat([torch.einsum("mcr,mc->r", part.root, u) for part, u in pairs])
 
     def curvature_product(self, inner: Sequence[OutputHessian], scale: Tensor, vector: Tensor) -> Tensor:
@@ -131,32 +111,25 @@ class KernelData:
 
 @dataclass(frozen=True, eq=False)
 class KernelCovariance(Covariance):
-    """Covariance of the coordinates, (I + Lᵀ W L)⁻¹ of every process; for one by itself W is the diagonal of Λ.
-
-    Attributes:
-        data: The processes.
-        roots: S with S Sᵀ = Λ of every datum, `[M, C, K]`, float64.
-        scale: 1/(σ²T), 0-dim or `[C]`: W = scale Λ.
-        factors: Cholesky factor of I + Lᵀ W L of every process.
-    """
+    """Covariance of the coordinates, (I + Lᵀ W L)⁻¹ of every process; for one by itself W is the diagonal of Λ."""
 
     data: KernelData
-    roots: Tensor
-    scale: Tensor
-    factors: tuple[Tensor, ...]
+    roots: Tensor  # S with S Sᵀ = Λ of every input, `[M, C, K]`, float64
+    factors: tuple[Tensor, ...]  # Cholesky factor of I + Lᵀ W L of every process
 
     @classmethod
-    def of(cls, data: KernelData, roots: Tensor, scale: Tensor) -> KernelCovariance:
-        """The covariance of a curvature."""
+    def of(cls, data: KernelData, hessian: OutputHessian, scale: Tensor) -> KernelCovariance:
+        """The covariance of a curvature W = scale Λ, with the scale 1/(σ²T), 0-dim or `[C]`."""
+        roots = hessian.root().permute(1, 2, 0)
         weighted = scale.sqrt().expand(roots.shape[1]).view(-1, 1) * roots
         factors: list[Tensor] = []
-        for part, root in zip(data.features, data.of_outputs(weighted), strict=True):
+        for part, root in zip(data.features, data.split_outputs(weighted), strict=True):
             if part.width == 1:  # one column says all of one output
                 root = root.square().sum(2, keepdim=True).sqrt()
             rows = torch.einsum("mck,mcr->mkr", root, part.root).flatten(0, 1)
             identity = torch.eye(part.rank, dtype=rows.dtype, device=rows.device)
             factors.append(torch.linalg.cholesky(identity + rows.T @ rows))
-        return cls(data, roots, scale, tuple(factors))
+        return cls(data, roots, tuple(factors))
 
     def solve(self, vector: Tensor) -> Tensor:
         pairs = zip(self.factors, self.data.split(vector), strict=True)
@@ -181,11 +154,6 @@ class KernelCovariance(Covariance):
         return total
 
 
-def columns(hessian: OutputHessian) -> Tensor:
-    """A root S of every Λ = S Sᵀ, `[M, C, K]`."""
-    return hessian.root().permute(1, 2, 0)
-
-
 _START = 1e-8
 """Residual of the Newton step that a search begins with, relative to its gradient."""
 
@@ -193,16 +161,7 @@ _START = 1e-8
 class ProcessRefiner(Refiner[KernelCovariance]):
     """A Gaussian process as a linear model of its coordinates.
 
-    The subset is chosen from the loader as `fit` does: a loader that shuffles gives another one.
-
-    Args:
-        posterior: A fitted posterior of a subset of the data.
-        loader: The data of the fit, read once.
-        options: How.
-
-    Raises:
-        UnsupportedError: The curvature is not the library's GGN.
-        InvalidData: Other data than those of the fit.
+    The subset is chosen from the loader, which is read once, as `fit` does: one that shuffles gives another subset.
     """
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
@@ -217,9 +176,9 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         away = self._pushed(widened(self.prior.mean) - widened(posterior.expansion_point))
         n_data = float(posterior.likelihood.count(f, self.subset.y))
         self.data = KernelData(KernelBatch(f + away, self.subset.y), features, n_data)
-        n = sum(part.rank for part in features)
-        self.model = LinearModel.standard(self.data, posterior.likelihood, self.scale, n)
-        self.start = self._started()
+        zero = f.new_zeros(sum(part.rank for part in features))
+        self.model = LinearModel(self.data, posterior.likelihood, self.scale, torch.ones_like(zero), zero)
+        self.start = self._newton_step()
 
     def _read(self, loader: Iterable[Any]) -> tuple[Fit, Subset]:
         """The fit to a subset as large as that of the posterior, with what the network says of it."""
@@ -244,19 +203,16 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         """J v of a step v `[P]`, or of a step per output `[C, P]`, `[M, C]`."""
         return torch.cat([moved_by(part, step) for part in self.curvature.dual.parts])
 
-    def _started(self) -> Tensor:
+    def _newton_step(self) -> Tensor:
         """One Newton step from the outputs that the posterior has: from a mode, the mode."""
         step, f = self.posterior.refined_step, widened(self.subset.f)
         f = f if step is None else f + self._pushed(widened(step))
         likelihood, y = self.posterior.likelihood, self.subset.y
         hessian, away = likelihood.hessian(f, y), f - self.data.batch.f
         right = self.data.pull([self.scale * (hessian.times(away) - likelihood.gradient(f, y))])
-        self._near = near = KernelCovariance.of(self.data, columns(hessian), self.scale)
+        self._near = near = KernelCovariance.of(self.data, hessian, self.scale)
 
-        def product(vector: Tensor) -> Tensor:
-            return vector + self.data.curvature_product([hessian], self.scale, vector)
-
-        return solved(product, right, near.solve, _START)
+        return solved(lambda v: v + self.data.curvature_product([hessian], self.scale, v), right, near.solve, _START)
 
     @property
     def network_loss(self) -> Tensor:
@@ -270,12 +226,12 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         return self._near
 
     def expected(self, model: LinearModel, at: Tensor) -> KernelCovariance:
-        return KernelCovariance.of(self.data, columns(model.hessians(at)[0]), self.scale)
+        return KernelCovariance.of(self.data, model.hessians(at)[0], self.scale)
 
     def between(self, first: KernelCovariance, second: KernelCovariance, rate: float) -> KernelCovariance:
         mixed = (1 - rate) * first.roots @ first.roots.mT + rate * second.roots @ second.roots.mT
         hessian = OutputHessian(mixed.diagonal(dim1=1, dim2=2), dense=mixed)
-        return KernelCovariance.of(self.data, columns(hessian), self.scale)
+        return KernelCovariance.of(self.data, hessian, self.scale)
 
     def fit(self, covariance: KernelCovariance, at: Tensor) -> Fit:
         curvature = self.subset.curvature.with_roots(covariance.roots)

@@ -30,10 +30,8 @@ from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedErr
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.sharding import refuse_sharded
-from laplace.refinement.linear_model import LinearModel, Smoothing
-from laplace.refinement.newton import Minimum
+from laplace.refinement.linear_model import LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
 from laplace.refinement.process import ProcessRefiner
-from laplace.refinement.refiner import RefineOptions, Refiner, S
 from laplace.refinement.weight_space import WeightRefiner
 
 
@@ -83,32 +81,24 @@ _SHORTER = 0.25
 
 @dataclass(frozen=True, eq=False)
 class _State(Generic[S]):
-    """A Gaussian q, and its bound.
-
-    Attributes:
-        covariance: S.
-        model: The expected model under the covariance of the outputs.
-        at: m, as parameters of the model.
-        bounds: E_q[log p(D | f_lin)] − KL(q ‖ p) by every point of the expectation, `[S]`, in nats.
-        elbo: Their mean.
-    """
+    """A Gaussian q, and its bound E_q[log p(D | f_lin)] − KL(q ‖ p), in nats."""
 
     covariance: S
-    model: LinearModel
-    at: Tensor
-    bounds: Tensor
-    elbo: float
+    model: LinearModel  # the expected model under the covariance of the outputs
+    at: Tensor  # m, as parameters of the model
+    bounds: Tensor  # by every point of the expectation, `[S]`
+    elbo: float  # their mean
 
 
 def _variational(refiner: Refiner[S]) -> Refinement:
     """The variational Gaussian; the search begins at the posterior."""
     covariance = refiner.covariance()
-    state, minimum = _climbed(refiner, _at(refiner, _points(refiner, covariance), covariance, refiner.start))
+    state, minimum = _ascend(refiner, _at(refiner, _points(refiner, covariance), covariance, refiner.start))
     error = state.model.smoothing.standard_error(state.bounds)
     return refiner.result("variational", state.covariance, minimum, error)
 
 
-def _climbed(refiner: Refiner[S], state: _State[S]) -> tuple[_State[S], Minimum]:
+def _ascend(refiner: Refiner[S], state: _State[S]) -> tuple[_State[S], Minimum]:
     """Natural gradient steps, none of which lowers the bound, until it does not change; its values on the way."""
     options, tolerance = refiner.options, refiner.bound_tolerance
     values, rate, change, target = [state.elbo], 1.0, float("inf"), None

@@ -27,71 +27,51 @@ from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
-from laplace.refinement.linear_model import LinearModel, Smoothing
-from laplace.refinement.refiner import Covariance, RefineOptions, Refiner
+from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, Smoothing
 from laplace.structures.precision import Form, Precision
 
-# The data as the linearised network sees them: outputs at θ*, products with the Jacobian, targets.
+# ----------------------------------------------------------------------------------------------------------------------
+# The data as the linearised network sees them: outputs at θ*, products with the Jacobian, targets
+# ----------------------------------------------------------------------------------------------------------------------
 
 
+_WHAT = "the linear model of refine(...) and leave_one_out(...)"
 _INSTEAD = "Predictions, evidence and tuning of a posterior that is not refined take them"
-"""What to do with outputs that have positions."""
 
 KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
 
 
 class LinearBatch:
-    """One batch.
-
-    Args:
-        engine: Gives outputs and Jacobians at θ*.
-        x: Inputs.
-        y: Targets as the loader gives them, without ignored ones.
-
-    Attributes:
-        f: Outputs at θ*, `[B, C]`, float64.
-        y: Checked targets.
-    """
+    """One batch: outputs f at θ*, `[B, C]`, float64; checked targets; products with the Jacobian."""
 
     def __init__(self, engine: NativeEngine, x: Inputs, y: Tensor) -> None:
         self.engine = engine
         self.x = x
-        self.kept: HeadMap | GraphMap | None = self._map()
-        self.f = widened(self._outputs.detach())
+        self.kept: HeadMap | GraphMap | None
+        self.kept, f = self._map()
+        self.f = widened(f.detach())
         self.y = engine.checked(self.f, y)
 
-    def _map(self) -> HeadMap | GraphMap:
+    def _map(self) -> tuple[HeadMap | GraphMap, Tensor]:
         if self.engine.problem.head is not None:
             parts = list(self.engine.jacobian(self.x))
             if parts and all(jacobian.is_head for jacobian, _ in parts):
-                require_none(parts[0][0].positions, "the linear model of refine(...) and leave_one_out(...)", _INSTEAD)
-                self._outputs = torch.cat([f for _, f in parts])
+                require_none(parts[0][0].positions, _WHAT, _INSTEAD)
                 features = torch.cat([jacobian.head_features() for jacobian, _ in parts])
-                return HeadMap(widened(features), parts[0][0].head_places())
+                return HeadMap(widened(features), parts[0][0].head_places()), torch.cat([f for _, f in parts])
         linear = self.engine.linear(self.x)
-        require_none(linear.positions, "the linear model of refine(...) and leave_one_out(...)", _INSTEAD)
-        self._outputs = linear.f
-        return GraphMap(linear, linear.f.shape[-1])
+        require_none(linear.positions, _WHAT, _INSTEAD)
+        return GraphMap(linear, linear.f.shape[-1]), linear.f
 
     @property
     def linear(self) -> HeadMap | GraphMap:
         """Products with the Jacobian: those that are kept, or from a new forward pass."""
-        return self._map() if self.kept is None else self.kept
+        return self._map()[0] if self.kept is None else self.kept
 
 
 class LinearData:
-    """All data, read once and held: every product reads the same batches in the same order.
-
-    Args:
-        engine: Gives outputs and Jacobians at θ*.
-        loader: Batches.
-        dict_key_y: Key of the targets, for mappings.
-        progress_bar: Whether to show one.
-
-    Raises:
-        InvalidData: No data, or all are ignored, or a batch that cannot be used.
-    """
+    """All data, read once and kept: every product reads the same batches in the same order."""
 
     def __init__(
         self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str, *, progress_bar: bool = False
@@ -141,7 +121,9 @@ class LinearData:
         return total[0]
 
 
-# A likelihood around other outputs than the network's: its targets say where.
+# ----------------------------------------------------------------------------------------------------------------------
+# A likelihood around other outputs than the network's: its targets say where
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,20 +132,13 @@ class Shifted(Likelihood):
 
     It makes an engine compute, in any structure, Σ Jᵀ Λ(f_lin) J with Λ at the outputs of the linearised network
     instead of at f(x, θ*).
-
-    Attributes:
-        base: p(y | f).
-        smoothing: Points of the expectation.
-        example: One row of the targets, for their shape and dtype.
-        n_outputs: C.
-        rooted: Whether targets carry a root.
     """
 
-    base: Likelihood
+    base: Likelihood  # p(y | f)
     smoothing: Smoothing
-    example: Tensor
+    example: Tensor  # one row of the targets, for their shape and dtype
     n_outputs: int
-    rooted: bool
+    rooted: bool  # whether targets carry a root
     name = "shifted"
 
     def pack(self, shift: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
@@ -238,49 +213,33 @@ class Shifted(Likelihood):
 
 @dataclass(frozen=True, eq=False)
 class WeightCovariance(Covariance):
-    """Covariance of weights, as a structure has it.
+    """Covariance of weights, as a structure has it: the inverse of a precision that follows from a fit."""
 
-    Attributes:
-        source: Where it belongs.
-        curve: Curvature, with what else a fit says.
-        precision: S⁻¹.
-    """
-
-    source: WeightRefiner
-    curve: Fit
+    refiner: WeightRefiner
+    fit: Fit
     precision: Precision
 
     def solve(self, vector: Tensor) -> Tensor:
-        dtype = self.source.posterior.expansion_point.dtype
+        dtype = self.refiner.posterior.expansion_point.dtype
         return widened(self.precision.solve(vector.to(dtype).unsqueeze(0))[0])
 
     def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
         form: Form = "diagonal" if diagonal else "full"
         parts: list[Tensor] = []
-        for batch in self.source.data.batches:
+        for batch in self.refiner.data.batches:
             with torch.no_grad():
-                pieces: Iterable[tuple[Jacobian, Tensor]] = self.source.engine.jacobian(batch.x)
+                pieces: Iterable[tuple[Jacobian, Tensor]] = self.refiner.engine.jacobian(batch.x)
                 parts.append(torch.cat([self.precision.variance(replace(part, wide=True), form) for part, _ in pieces]))
         return parts
 
     def divergence(self) -> float:
-        delta = self.source.model.prior_precision
+        delta = self.refiner.model.prior_precision
         trace = delta @ widened(self.precision.diagonal_of_inverse())
         return float(trace - len(delta) + widened(self.precision.logdet_ratio().detach()))
 
 
 class WeightRefiner(Refiner[WeightCovariance]):
-    """The linearised network as a model of θ − θ*.
-
-    Args:
-        posterior: A fitted posterior.
-        loader: The data of the fit, read once.
-        options: How.
-
-    Raises:
-        UnsupportedError: The curvature is not the library's GGN, or outputs have positions.
-        InvalidData: Other data than those of the fit.
-    """
+    """The linearised network as a model of θ − θ*."""
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
         super().__init__(posterior, options)
@@ -308,20 +267,20 @@ class WeightRefiner(Refiner[WeightCovariance]):
     def covariance(self) -> WeightCovariance:
         return WeightCovariance(self, self.posterior.fit, self.posterior.precision())
 
-    def covariance_of(self, fit: Fit) -> WeightCovariance:
+    def _covariance_of(self, fit: Fit) -> WeightCovariance:
         """Covariance of another fit at the present hyper-parameters."""
         return WeightCovariance(self, fit, replace(self.evidence, fit=fit).precision)
 
     def expected(self, model: LinearModel, at: Tensor) -> WeightCovariance:
-        return self.covariance_of(self._read(at, model.smoothing, model.roots))
+        return self._covariance_of(self._read(at, model.smoothing, model.roots))
 
     def between(self, first: WeightCovariance, second: WeightCovariance, rate: float) -> WeightCovariance:
-        curvature = first.curve.curvature.scaled(1 - rate) + second.curve.curvature.scaled(rate)
-        return self.covariance_of(replace(first.curve, curvature=curvature))
+        curvature = first.fit.curvature.scaled(1 - rate) + second.fit.curvature.scaled(rate)
+        return self._covariance_of(replace(first.fit, curvature=curvature))
 
     def fit(self, covariance: WeightCovariance, at: Tensor) -> Fit:
-        losses = self.model.loss_terms(at).to(covariance.curve.loss_terms)
-        return replace(covariance.curve, loss_terms=losses)
+        losses = self.model.loss_terms(at).to(covariance.fit.loss_terms)
+        return replace(covariance.fit, loss_terms=losses)
 
     def mean(self, at: Tensor) -> Tensor:
         centre = self.posterior.expansion_point

@@ -5,9 +5,7 @@ from laplace.core.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "laplace.training.continual": "TaskFit TaskResult continual_training train_task",
-        "laplace.training.marglik": "marglik_training",
-        "laplace.training.online": "Checkpoint OnlineLaplace",
-        "laplace.training.task_memory": "TaskMemory quadratic_penalty",
+        "laplace.training.continual": "TaskFit TaskMemory TaskResult continual_training quadratic_penalty train_task",
+        "laplace.training.online": "Checkpoint OnlineLaplace marglik_training",
     },
 )

@@ -11,15 +11,18 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tqdm.auto import trange
 
 from laplace.core import batch as batches
 from laplace.core import checks
-from laplace.core.arguments import CheckedConstructor, check_counts
+from laplace.core.arguments import CheckedConstructor, check_counts, checked
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
@@ -40,15 +43,16 @@ from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
-from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
+from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
 from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of
+from laplace.posterior.learning import call_of, discovered, informed
+from laplace.posterior.posterior import match_lengths
 from laplace.structures.base import Curvature
-from laplace.training.trained_weights import RestOfWeights, find_random_weights, random_weights
-from laplace.tuning.search import spread
-from laplace.weights.base import Weights
-from laplace.weights.feature_extractor import network_of
+from laplace.tuning.search import prior_in_structure
+from laplace.weights.base import Weights, trainable
+from laplace.weights.last_layer import network_of
+from laplace.weights.problem import ParameterSlice, Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,11 +169,16 @@ class OnlineLaplace(CheckedConstructor):
     ) -> None:
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
         check_step_size(lr_hyp)
-        self.la: ParametricLaplace = _of_equal_classes(from_names(
+        self.la: ParametricLaplace = from_names(
             model, likelihood, subset_of_weights, hessian_structure, sigma_noise=sigma_noise_init,
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
-        ))  # fmt: skip
+        )  # fmt: skip
+        if self.la.likelihood_object.weighs_targets:
+            raise UnsupportedError(
+                "class_weight= in online training, whose N is a number of data; train with a weighted loss, and fit "
+                "with Categorical(class_weight=...) afterwards."
+            )
         self.model = require_whole(network_of(model), "training changes them")
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
@@ -181,20 +190,17 @@ class OnlineLaplace(CheckedConstructor):
         self.best: Checkpoint | None = None
         find_random_weights(self.la, train_loader, Processes.of(group))
         self.rest = RestOfWeights.of(self.la, prior_prec_rest)
-        self._n_counted = self._counted_together()
-        self.la.prior_precision = spread(
+        # All processes of a group count now, and not when one of them asks for it.
+        processes = Processes.of(group)
+        self._n_counted = None if processes is None else sum(processes.agreed(self._count))
+        self.la.prior_precision = prior_in_structure(
             prior_prec_init, str(prior_structure), self.la.problem.layout, self.la.prior_mean, name="prior_prec_init"
         )
-        self._optimizer = Adam(self._hyperparameters(fix_sigma_noise=fix_sigma_noise), lr=lr_hyp)
-
-    def _hyperparameters(self, *, fix_sigma_noise: bool) -> list[Tensor]:
-        """The leaves that Adam moves: log δ and, where it is learnt, log σ."""
-        la = self.la
-        learns_noise = la.likelihood_object.has_noise and not fix_sigma_noise
+        learns_noise = self.la.likelihood_object.has_noise and not fix_sigma_noise
         with torch.inference_mode(False):
-            self._log_prior = la.prior_precision.detach().log().requires_grad_()
-            self._log_noise = la.sigma_noise.detach().log().requires_grad_() if learns_noise else None
-        return [self._log_prior] + ([] if self._log_noise is None else [self._log_noise])
+            self._log_prior = self.la.prior_precision.detach().log().requires_grad_()
+            self._log_noise = self.la.sigma_noise.detach().log().requires_grad_() if learns_noise else None
+        self._optimizer = Adam([leaf for leaf in (self._log_prior, self._log_noise) if leaf is not None], lr=lr_hyp)
 
     @property
     def prior_precision(self) -> Tensor:
@@ -216,11 +222,6 @@ class OnlineLaplace(CheckedConstructor):
         if self._n_counted == 0:
             raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
         return self._n_counted
-
-    def _counted_together(self) -> int | None:
-        """N of all processes of a group, who count now and not when one of them asks for it; None without a group."""
-        processes = Processes.of(self.group)
-        return None if processes is None else sum(processes.agreed(self._count))
 
     def _count(self) -> int:
         """Number of data of this process's loader, without ignored labels."""
@@ -315,46 +316,25 @@ class OnlineLaplace(CheckedConstructor):
         Without an estimate so far, weights and hyper-parameters are those at the end of training.
         """
         if self.best is not None:
-            self._warn_of_first(self.best.epoch)
+            n_estimates, epoch = len(self.margliks) // self.n_hypersteps, self.best.epoch
+            if epoch == self._first_epoch and n_estimates > 1:
+                warn(
+                    f"the evidence was largest at its first estimate, after epoch {epoch}, so that the network is put "
+                    f"back to that epoch; {n_estimates - 1} later estimates were smaller. Far from a minimum of the "
+                    "training loss the evidence is biased: give n_epochs_burnin= the number of epochs until the loss "
+                    "is flat.",
+                    TuningWarning,
+                )
             self.model.load_state_dict(self.best.state_dict)
             self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
         self.la.fit(self.train_loader, group=self.group)
         return self.la
 
-    def _warn_of_first(self, epoch: int) -> None:
-        """Warns if training after the first of several estimates of the evidence was for nothing."""
-        n_estimates = len(self.margliks) // self.n_hypersteps
-        if epoch == self._first_epoch and n_estimates > 1:
-            warn(
-                f"the evidence was largest at its first estimate, after epoch {epoch}, so that the network is put back "
-                f"to that epoch; {n_estimates - 1} later estimates were smaller. Far from a minimum of the training "
-                "loss the evidence is biased: give n_epochs_burnin= the number of epochs until the loss is flat.",
-                TuningWarning,
-            )
-
 
 def check_step_size(lr_hyp: float) -> None:
-    """Refuses step sizes of the hyper-parameters that are none.
-
-    Raises:
-        InvalidArgument: It is not positive and finite.
-    """
+    """Refuses step sizes that are not positive and finite."""
     if not 0 < lr_hyp < math.inf:
         raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
-
-
-def _of_equal_classes(la: ParametricLaplace) -> ParametricLaplace:
-    """The posterior, of a likelihood whose classes count alike.
-
-    Raises:
-        UnsupportedError: They do not.
-    """
-    if la.likelihood_object.weighs_targets:
-        raise UnsupportedError(
-            "class_weight= in online training, whose N is a number of data; train with a weighted loss, and fit with "
-            "Categorical(class_weight=...) afterwards."
-        )
-    return la
 
 
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
@@ -382,3 +362,243 @@ def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
         f = batches.latent(called(model, call_of(posterior), batches.to_device(x, la.prior_mean.device)))
     rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
     return max(1, y.numel() // len(rows))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training loop
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@checked
+def marglik_training(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+    hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
+    backend: type[CurvatureInterface] | None = None,
+    optimizer_cls: type[Optimizer] = Adam,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    scheduler_cls: type[LRScheduler] | None = None,
+    scheduler_kwargs: dict[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: PriorStructureName = PriorStructure.LAYERWISE,
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float | Tensor = 1.0,
+    sigma_noise_init: float | Tensor = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = False,
+    enable_backprop: bool = False,
+    dict_key_x: str = "input_ids",
+    dict_key_y: str = "labels",
+    *,
+    subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.ALL,
+    prior_prec_rest: float = 1.0,
+    forward_fn: ForwardFn | None = None,
+    laplace_kwargs: dict[str, Any] | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
+    """Trains a network together with its prior precision and noise, by the evidence; no validation data are needed.
+
+    This is algorithm 1 of Daxberger et al. (2021), with the objective `OnlineLaplace.loss`. During training the model
+    is in train mode, except for submodules that you set to eval mode; afterwards all modes are as before.
+
+    Args:
+        model: The network; its weights are trained.
+        train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`, read once per epoch.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        hessian_structure: How the curvature is approximated, as in `Laplace`.
+        backend: Class that computes the curvature; None for the native GGN.
+        optimizer_cls: Class of the optimiser of the weights.
+        optimizer_kwargs: Options of the optimiser, e.g. `{"lr": 1e-3}`. `weight_decay` is ignored: the prior replaces
+            it.
+        scheduler_cls: Class of the learning-rate scheduler, stepped per batch (`ReduceLROnPlateau`: per epoch).
+        scheduler_kwargs: Options of the scheduler.
+        n_epochs: Number of epochs.
+        lr_hyp: Step size of Adam on the logarithms of prior precision δ and noise σ.
+        prior_structure: `"scalar"`, `"layerwise"` (one δ per parameter tensor) or `"diag"` (one per parameter).
+        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time: as many as the training
+            loss needs to become flat. Before that the evidence is biased, and may prefer an untrained network.
+        n_hypersteps: Steps on the hyper-parameters per estimate of the evidence.
+        marglik_frequency: Number of epochs between estimates.
+        prior_prec_init: Initial prior precision δ.
+        sigma_noise_init: Initial noise σ, one number or one per output.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        fix_sigma_noise: Keep σ at its initial value.
+        progress_bar: Show a progress bar over the epochs.
+        enable_backprop: Whether predictions of the returned posterior can be differentiated with respect to inputs.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
+        subset_of_weights: Which weights are random, as in `OnlineLaplace`; the others are trained by MAP.
+        prior_prec_rest: Prior precision of these other weights.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`,
+            `last_layer_name`, `subnetwork_indices`).
+        group: Process group, as in `OnlineLaplace`; the model must then be a `DistributedDataParallel`.
+
+    Returns:
+        Four values: the posterior, fitted where the evidence was largest; the model, with the weights at that time; the
+        negative log evidences, one per step on the hyper-parameters; and the mean training objective of each epoch.
+
+    Raises:
+        InvalidArgument: An option is out of range, or the loader can be read only once.
+        InvalidData: A batch cannot be used, or training diverged.
+    """
+    check_counts(n_epochs=n_epochs)
+    online = OnlineLaplace(
+        model, train_loader, likelihood, hessian_structure, backend, subset_of_weights=subset_of_weights,
+        lr_hyp=lr_hyp, prior_structure=prior_structure, n_epochs_burnin=n_epochs_burnin, n_hypersteps=n_hypersteps,
+        marglik_frequency=marglik_frequency, prior_prec_init=prior_prec_init, prior_prec_rest=prior_prec_rest,
+        sigma_noise_init=sigma_noise_init, temperature=temperature, fix_sigma_noise=fix_sigma_noise,
+        enable_backprop=enable_backprop, dict_key_x=dict_key_x, dict_key_y=dict_key_y, forward_fn=forward_fn,
+        laplace_kwargs=laplace_kwargs, group=group,
+    )  # fmt: skip
+    losses: list[float] = []
+    with torch.inference_mode(False), torch.enable_grad(), flags_put_back(model):
+        optimizer = _without_decay(optimizer_cls([p for p in model.parameters() if p.requires_grad],
+                                                 **(optimizer_kwargs or {})))  # fmt: skip
+        scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+        epochs = trange(1, n_epochs + 1, desc="online Laplace", disable=not progress_bar)
+        for epoch in epochs:
+            if not model.training:
+                model.train()
+            losses.append(_train_epoch(online, optimizer, scheduler))
+            evidence = online.step(epoch)
+            if evidence is not None:
+                epochs.set_postfix(loss=losses[-1], log_evidence=evidence)
+        optimizer.zero_grad()
+        return online.finish(), model, online.margliks, losses
+
+
+def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRScheduler | None) -> float:
+    """One pass over the data; the mean objective."""
+    objectives: list[Tensor] = []
+    counts: list[int] = []
+    for batch in online.train_loader:
+        la, rules = online.la, online.la.engine.target_rules
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
+        data = batches.without_ignored(x, y, rules.ignore_index)
+        if data is None:
+            continue
+        objectives.append(_train_step(online, optimizer, *data))
+        counts.append(len(data[1]))
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+    read = torch.stack(objectives).tolist() if objectives else []  # once an epoch: who reads waits for the device
+    mean = sum(value * n for value, n in zip(read, counts, strict=True)) / max(1, sum(counts))
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(mean)
+    return mean
+
+
+def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tensor) -> Tensor:
+    """One step of the optimiser, which may ask for the loss several times (L-BFGS); the objective before it, 0-dim."""
+    values: list[Tensor] = []
+
+    def closure() -> Any:  # Optimizer.step is annotated for a number, L-BFGS takes a tensor
+        optimizer.zero_grad()
+        loss = online.loss(online.forward(x), y)
+        loss.backward()
+        values.append(loss.detach())
+        return loss
+
+    optimizer.step(closure)
+    return values[0]
+
+
+def _without_decay(optimizer: Optimizer) -> Optimizer:
+    """The optimiser without weight decay, which would be a second prior, unknown to the evidence."""
+    decays = {group.get("weight_decay", 0) for group in optimizer.param_groups} - {0}
+    if decays:
+        warn(
+            f"the optimiser's weight_decay={decays.pop():g} is not used: the prior precision is the weight decay, and "
+            "the evidence chooses it. Pass optimizer_kwargs={'weight_decay': 0, ...}, or start it by prior_prec_init; "
+            "of weights that are not random it is prior_prec_rest.",
+            TuningWarning,
+        )
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    return optimizer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The weights that training moves: those that are random, and the rest, which has a prior of its own
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def random_weights(la: ParametricLaplace) -> Tensor:
+    """Random entries of the model's present weights, `[P]`, with their graph."""
+    tensors = [slot.take(tensor) for slot, tensor in zip(la.problem.slots, la.params, strict=True)]
+    return torch.cat(tensors).to(la.prior_mean.dtype)
+
+
+@dataclass(frozen=True)
+class RestOfWeights:
+    """Trainable weights that are not random, the trunk below a last layer for one, under N(0, 1/ε)."""
+
+    problem: Problem  # the network, and its random entries
+    slots: tuple[ParameterSlice, ...]  # tensors with entries of the rest
+    precision: Tensor  # ε, 0-dim
+
+    @classmethod
+    def of(cls, la: ParametricLaplace, precision: float) -> RestOfWeights:
+        """The rest of the weights of a posterior's network, whose random weights are known."""
+        if not isinstance(precision, Real) or not 0 <= precision < math.inf:
+            raise InvalidArgument(f"prior_prec_rest={precision!r}; it must be a number from 0, and finite.")
+        if not all(tensor.requires_grad for tensor in la.params):
+            raise InvalidArgument(
+                "the random weights are frozen, and the evidence is that of weights that training moves; set "
+                "requires_grad=True, or use Laplace(...) after training."
+            )
+        # By identity: a weight that is tied to another one's has a second name.
+        random = {id(tensor): slot for tensor, slot in zip(la.params, la.problem.slots, strict=True)}
+        slots = [
+            _others(name, tensor.shape, random.get(id(tensor))) for name, tensor in trainable(la.weights.model).items()
+        ]
+        return cls(la.problem, tuple(slot for slot in slots if slot is not None), la.prior_mean.new_tensor(precision))
+
+    def quad(self) -> Tensor:
+        """ε ‖θ‖² at the present weights, 0-dim, with their graph."""
+        total = torch.zeros_like(self.precision)
+        for slot in self.slots:
+            total = total + slot.take(self.problem.tensor(slot.name)).to(total.dtype).square().sum()
+        return self.precision * total
+
+
+def _others(name: str, shape: torch.Size, random: ParameterSlice | None) -> ParameterSlice | None:
+    """Entries of a tensor that are not random; None without any."""
+    if random is None:
+        return ParameterSlice(name, shape)
+    if random.entries is None:
+        return None
+    others = torch.ones(shape.numel(), dtype=torch.bool)
+    others[random.entries.cpu()] = False
+    return ParameterSlice(name, shape, others.nonzero().squeeze(1))
+
+
+def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], processes: Processes | None) -> None:
+    """Finds the last layer by a pass of the first data, where it is random and was not named."""
+    if la.weights.problem is not None:
+        return
+
+    def find() -> tuple[int | None, str | None] | None:
+        rules, model, device = la.likelihood_object, la.weights.model, la.prior_mean.device
+        with autograd_mode(), torch.no_grad(), same_random_state(model):
+            for batch in train_loader:
+                data = next_token.counted(batch, la.dict_key_y, device, rules, model)
+                if data is not None:
+                    posterior = discovered(la.snapshot(), *data)
+                    return posterior.choices.channel_dim, posterior.problem.head
+        return None
+
+    # A process may have no data.
+    outcomes = [find()] if processes is None else processes.agreed(find)
+    known = [outcome for outcome in outcomes if outcome is not None]
+    if not known:
+        raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
+    posterior = informed(la.snapshot(), *known[0])
+    la.set_posterior(posterior.at(match_lengths(posterior.hypers, posterior.weights)))

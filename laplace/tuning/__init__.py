@@ -5,9 +5,9 @@ from laplace.core.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "laplace.tuning.choose": "TuningResult report",
+        "laplace.tuning.search": "TuningResult report",
         "laplace.tuning.group": "PosteriorGroup",
-        "laplace.tuning.objectives": "Thresholds",
+        "laplace.tuning.losses": "Thresholds",
         "laplace.tuning.candidates": "Predictive",
         "laplace.tuning.tunable": "Tunable",
     },

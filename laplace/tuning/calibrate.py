@@ -35,9 +35,8 @@ from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.posterior_outputs import mixed
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.held_out import HeldOut, held_out_part, refits_of_head
-from laplace.tuning.objectives import Prediction, find_score
-from laplace.tuning.validation import Targets, Validation
+from laplace.tuning.held_out import held_out_part, refits_of_head
+from laplace.tuning.losses import Prediction, Targets, Validation, find_score
 from laplace.weights.last_layer import LastLayer
 
 FEW = 20
@@ -70,12 +69,7 @@ def caution(n_data: int) -> float:
 
 @dataclass(frozen=True)
 class Piece:
-    """Posteriors that were fitted without some data, and these data.
-
-    Attributes:
-        group: The posteriors, one or those of a mixture.
-        data: The data.
-    """
+    """Posteriors, one or those of a mixture, that were fitted without some data, and these data."""
 
     group: PosteriorGroup
     data: Validation
@@ -97,29 +91,23 @@ def pieces_of(
             raise
         part = held_out_part(posterior, train_loader, generator=generator, progress_bar=progress_bar)
         held_out = "data held out of the fit"
-        return [_piece(part)], held_out, "the network was trained on these data, which it predicts better than others"
+        piece = Piece(PosteriorGroup((part.posterior,)), Validation(part.loader))
+        return [piece], held_out, "the network was trained on these data, which it predicts better than others"
     held_out = f"training data, each by one of {folds} refits of the head without it"
-    return [_piece(one) for one in refits], held_out, "where the features were trained on these labels (not if frozen)"
-
-
-def _piece(one: HeldOut) -> Piece:
-    return Piece(PosteriorGroup((one.posterior,)), Validation(one.loader))
+    return (
+        [Piece(PosteriorGroup((one.posterior,)), Validation(one.loader)) for one in refits],
+        held_out,
+        "where the features were trained on these labels (not if frozen)",
+    )
 
 
 @dataclass(frozen=True)
 class CalibrationGrid:
-    """Candidates of a calibration.
+    """Candidates of a calibration, and the predictions that are scored."""
 
-    Attributes:
-        factors: Factors of the present prior precision, `[n]`, ascending.
-        scales: Scales c of the covariance, `[m]`, ascending, without 0.
-        noise: Whether the noise is chosen, too, of a likelihood that has one.
-        predictive: Link and samples of the predictions that are scored.
-    """
-
-    factors: tuple[float, ...] = _FACTORS
-    scales: tuple[float, ...] = _SCALES
-    noise: bool = True
+    factors: tuple[float, ...] = _FACTORS  # of the present prior precision, `[n]`, ascending
+    scales: tuple[float, ...] = _SCALES  # c of the covariance, `[m]`, ascending, without 0
+    noise: bool = True  # whether the noise is chosen, too, of a likelihood that has one
     predictive: Predictive = field(default_factory=Predictive)
 
     @property
@@ -143,12 +131,7 @@ class CalibrationGrid:
 
 
 def refuse_unscalable(posterior: Posterior) -> None:
-    """Refuses posteriors whose covariance the temperature and the prior precision do not scale.
-
-    Raises:
-        NotFittedError: Before `fit`.
-        UnsupportedError: One that is trained, is spread over processes, or whose moments a user assigned or overrides.
-    """
+    """Refuses posteriors whose covariance the temperature and the prior precision do not scale."""
     posterior.require_fitted()
     posterior.check_unchanged()
     refuse_sharded(posterior, "calibrate")
@@ -170,11 +153,7 @@ def refuse_unscalable(posterior: Posterior) -> None:
 
 
 def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None:
-    """Refuses links under which a covariance of zero is not the network's prediction.
-
-    Raises:
-        InvalidArgument: One of these, or no samples.
-    """
+    """Refuses links under which a covariance of zero is not the network's prediction."""
     check_counts(n_samples=n_samples)
     if str(link_approx) in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
         raise InvalidArgument(
@@ -188,18 +167,8 @@ def calibrate(
 ) -> Calibration:
     """Choice of the held-out data for posteriors at their present hyper-parameters; nothing is changed.
 
-    Args:
-        now: The posteriors, not calibrated.
-        pieces: Posteriors like these, fitted without data that they are scored on: one with validation data.
-        grid: What is chosen from.
-        held_out: Words for where the data come from.
-        approximate: Why their scores are only a forecast.
-
-    Raises:
-        InvalidData: No data, one datum, or labels of one class alone.
-
-    Warns:
-        CalibrationWarning: The data are fewer than 20.
+    The pieces are posteriors like these, fitted without data that they are scored on: one with validation data.
+    `held_out` says where the data come from, and `approximate` why their scores are only a forecast.
     """
     hypers = now.hypers(())
     is_refined = any(posterior.refined_step is not None for posterior in now.posteriors)
@@ -211,7 +180,7 @@ def calibrate(
         scores = _Scores(grid, noises, network_noise)
         for piece in pieces:
             scores.read(piece)
-    scores.labels.check()
+    scores.check_labels()
     if scores.n_data < 2:
         raise InvalidData(f"{scores.n_data} held-out datum; a calibration takes at least two, better a hundred.")
     if scores.n_data < FEW:
@@ -289,23 +258,16 @@ def _noises(pieces: Sequence[Piece], grid: CalibrationGrid, hypers: Hyperparamet
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows of a batch's outputs whose targets count.
+    """Rows of a batch's outputs whose targets count."""
 
-    Attributes:
-        index: Which rows of the outputs, `[R]`.
-        y: Their targets.
-        datum: Index of the datum of each, `[R]`.
-        n_data: Number of data of the batch.
-    """
-
-    index: Tensor
-    y: Tensor
-    datum: Tensor
+    index: Tensor  # which rows of the outputs, `[R]`
+    y: Tensor  # their targets
+    datum: Tensor  # index of the input of each, `[R]`
     n_data: int
 
     @classmethod
     def of(cls, posterior: Posterior, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> _Rows:
-        """Those of outputs `[R, C]`, data × positions."""
+        """The rows of outputs `[R, C]`, data × positions."""
         targets = Targets.of(posterior, f, y, positions)
         index = torch.arange(len(f), device=f.device) if targets.rows is None else targets.rows
         ignored = posterior.likelihood.ignore_index
@@ -332,19 +294,16 @@ def _network(scored: MixedCandidates, x: Inputs, y: Tensor) -> tuple[list[Tensor
 class _Scores:
     """Differences of candidates' scores from the network's, summed over data in float64.
 
-    Rows of one datum, its tokens or pixels, depend on each other: standard errors are of a ratio of sums over data.
-
-    Args:
-        grid: What is scored: n prior precisions, m scales.
-        noises: Noises that are tried, `[s]` or `[s, C]`.
-        network_noise: That of the network, at which the covariances are, that are scaled.
+    Rows of one input, its tokens or pixels, depend on each other: standard errors are of a ratio of sums over data.
+    The grid has n prior precisions and m scales; noises `[s]` or `[s, C]` are tried. The covariances that are scaled
+    are at the network's noise.
     """
 
     def __init__(self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor) -> None:
         self.grid = grid
         self.noises = noises
         self.network_noise = network_noise
-        self.labels = _Labels()
+        self._lowest, self._highest, self._n_labels = math.inf, -math.inf, 0
         self.n_data = 0
         self._network, self._counts, self._squared_counts = 0.0, 0.0, 0.0
         shape = (3, len(grid.factors), len(grid.scales), len(noises))
@@ -364,7 +323,9 @@ class _Scores:
             return
         means, counts = [mean[rows.index] for mean, _, _ in latents], self._counted(rows)
         if scored.posterior.likelihood.target.labels_vary:
-            self.labels.see(rows.y)
+            low, high = rows.y.aminmax()
+            self._lowest, self._highest = min(self._lowest, low.item()), max(self._highest, high.item())
+            self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
         for part in scored.groups(len(latents[0][0])):
@@ -398,6 +359,14 @@ class _Scores:
         self._squared_counts += float(counts.square().sum())
         return counts
 
+    def check_labels(self) -> None:
+        """Raises where all labels are equal: data of one class alone calibrate nothing."""
+        if self._n_labels > 1 and self._lowest == self._highest:
+            raise InvalidData(
+                f"all {self._n_labels} held-out labels are {self._lowest:g}; give data of all classes (shuffle before "
+                "you split)."
+            )
+
     @property
     def network_nll(self) -> float:
         """Mean score of the network."""
@@ -427,13 +396,9 @@ def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Te
 
 
 def _predicted(scored: MixedCandidates, means: list[Tensor], variances: list[Tensor], weights: Tensor) -> Prediction:
-    """Predictions of n candidates at R rows, as scores read them.
+    """Predictions of n candidates at R rows, as scores read them, of components with weights `[K, n]`.
 
-    Args:
-        scored: The components.
-        means: Of the outputs of every component, `[R, C]`.
-        variances: Their (co)variances, `[n, R, C]` or `[n, R, C, C]`.
-        weights: Mixture weights, `[K, n]`.
+    Their outputs have means `[R, C]` and (co)variances `[n, R, C]` or `[n, R, C, C]`.
     """
     predictions: list[Prediction] = []
     for part, mean, variance in zip(scored.parts, means, variances, strict=True):
@@ -445,28 +410,3 @@ def _predicted(scored: MixedCandidates, means: list[Tensor], variances: list[Ten
         else:
             predictions.append(summary.unflatten(0, (n, -1)))
     return mixed(predictions, weights)
-
-
-class _Labels:
-    """Smallest and largest of the held-out labels: data of one class alone calibrate nothing."""
-
-    def __init__(self) -> None:
-        self.low, self.high, self.count = math.inf, -math.inf, 0
-
-    def see(self, y: Tensor) -> None:
-        """Takes in the labels of a batch."""
-        low, high = y.aminmax()
-        self.low, self.high = min(self.low, low.item()), max(self.high, high.item())
-        self.count += len(y)
-
-    def check(self) -> None:
-        """Raises where all are equal.
-
-        Raises:
-            InvalidData: They are.
-        """
-        if self.count > 1 and self.low == self.high:
-            raise InvalidData(
-                f"all {self.count} held-out labels are {self.low:g}; give data of all classes (shuffle before you "
-                "split)."
-            )

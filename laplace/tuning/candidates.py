@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_of
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import outputs
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import CurvatureError
+from laplace.errors import CurvatureError, InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
@@ -28,9 +33,7 @@ from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import mixed
 from laplace.structures.draws import drawn
 from laplace.structures.precision import Form, Precision
-from laplace.tuning.objectives import Prediction
-
-# The predictions that settings are compared by, and what a loss reads of them.
+from laplace.tuning.losses import LossRule, Prediction, Running, Targets
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,7 @@ class Predictive:
         return options.kind(posterior.choices.pred_types)
 
     def summaries(self, likelihood: Likelihood, device: torch.device, *, for_scores: bool) -> Summaries:
-        """Summaries with a seed of their own, the next one of the generator.
-
-        Args:
-            likelihood: p(y | f).
-            device: Where seed 0 is drawn from without a generator.
-            for_scores: As of `Target.summary`.
-        """
+        """Summaries with a seed of their own, the next one of the generator; `for_scores` as of `Target.summary`."""
         seeded = self.generator is not None
         generator = self.generator if seeded else torch.Generator(device=device).manual_seed(0)
         return Summaries(likelihood, self, drawn_seed(generator), for_scores)
@@ -73,14 +70,7 @@ class Predictive:
 
 @dataclass(frozen=True)
 class Summaries:
-    """Summaries of outputs f as losses read them; whatever is drawn is drawn from the same seed for every setting.
-
-    Attributes:
-        likelihood: p(y | f).
-        predictive: Link and samples.
-        seed: Of random numbers.
-        for_scores: As of `Target.summary`.
-    """
+    """Summaries of outputs f as losses read them; whatever is drawn is drawn from the same seed for every setting."""
 
     likelihood: Likelihood
     predictive: Predictive
@@ -136,7 +126,7 @@ def rows_of_call(prediction: Any, channel_dim: int) -> Prediction:
 
 
 class Candidates:
-    """Predictive distributions at every candidate of a grid.
+    """Predictive distributions of one posterior at every candidate of a grid.
 
     The candidates share one direction of the curvature's weights w. With one prior precision for all parameters
     P = c·(w₀ H + δ/c) for a number c: one factorisation serves them all. Random numbers are drawn once and shared, so
@@ -188,11 +178,9 @@ class Candidates:
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
-        """Runs the network on a batch.
+        """Runs the network on a batch: predictions of consecutive candidates, outputs `[B, C]`, and their positions.
 
-        Returns:
-            The predictions of consecutive candidates, the outputs `[B, C]`, and the dimensions of their positions: with
-            some, B are rows, data × positions.
+        With positions, B are rows, data × positions.
         """
         if self.called:
             return self._by_calling(x)
@@ -310,12 +298,7 @@ class Candidates:
 
 
 class MixedCandidates:
-    """Predictive distributions of a mixture at every candidate of a grid; a posterior is a mixture of one.
-
-    Args:
-        parts: Those of every component.
-        weights: Mixture weights at every candidate, `[K, n]`.
-    """
+    """Predictive distributions of a mixture, with weights `[K, n]`, at every candidate; a posterior is one of one."""
 
     def __init__(self, parts: list[Candidates], weights: Tensor) -> None:
         self.parts = parts
@@ -342,3 +325,154 @@ class MixedCandidates:
         """The networks' own predictions, from the outputs `[B, C]` of every one, mixed as at candidate i."""
         own = [part.of_network(f) for part, f in zip(self.parts, outputs, strict=True)]
         return mixed(own, self.weights[:, i])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Their losses
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Sums of one process: of every candidate the sum and number of data of every score, None where it has none."""
+
+    scores: list[list[tuple[Tensor, int]] | None]
+    n_data: int
+
+
+class Losses:
+    """The running losses of all candidates.
+
+    Args:
+        candidates: What predicts.
+        rule: Makes a running loss for every candidate, or for several at once.
+        processes: Those that see the other shards of the data; None where all data are seen here.
+        of_network: Candidates at whose noise and mixture weights the networks' own predictions are scored, too.
+
+    Attributes:
+        n_data: Data seen.
+    """
+
+    def __init__(
+        self,
+        candidates: MixedCandidates,
+        rule: LossRule,
+        processes: Processes | None = None,
+        of_network: Sequence[int] = (),
+    ) -> None:
+        self.candidates = candidates
+        self.rule = rule
+        self.processes = processes
+        self.of_network = of_network
+        self.n_data = 0
+        noises = [setting.sigma_noise for setting in candidates.settings]
+        self._together = rule.many and all(noise is noises[0] for noise in noises)
+        self._groups: list[slice] = []
+        self._running: list[tuple[slice, Running]] = []
+        self._failed: set[int] = set()
+
+    def read(self, data: Iterable[tuple[str, Inputs, Tensor | None]]) -> None:
+        """Takes in batches with their names, and what other processes find in theirs."""
+
+        def attempt() -> _Seen | None:
+            for name, x, y in data:
+                with named(name):
+                    self.update(x, y)
+            return None if self.processes is None or not self._running else self._seen()
+
+        if self.processes is None:
+            attempt()
+        else:
+            self._take([seen for seen in self.processes.agreed(attempt) if seen is not None])
+
+    def _seen(self) -> _Seen:
+        """Sums of scores of every candidate, whichever are predicted together here."""
+        rows: list[list[tuple[Tensor, int]] | None] = []
+        for part, running in self._running:
+            size, scores = part.stop - part.start, running.scores()
+            if part.start in self._failed:  # in one batch or more: its sums are of some data, or of none
+                rows += [None] * size
+                continue
+            totals = [torch.as_tensor(score.total).cpu() for score in scores]
+            for i in range(size):
+                rows.append(
+                    [(total if size == 1 else total[i], one.count) for total, one in zip(totals, scores, strict=True)]
+                )
+        return _Seen(rows, self.n_data)
+
+    def _take(self, seen: list[_Seen]) -> None:
+        """Puts the sums of all processes in the place of this one's."""
+        if not seen:
+            raise InvalidData(
+                "the validation loaders gave no data, or all are ignored; the hyper-parameters are as they were."
+            )
+        self.n_data, self._failed, self._running = sum(one.n_data for one in seen), set(), []
+        for i, rows in enumerate(zip(*(one.scores for one in seen), strict=True)):
+            running = self.rule.fresh()
+            self._running.append((slice(i, i + 1), running))
+            known = [row for row in rows if row is not None]
+            if len(known) < len(rows):
+                self._failed.add(i)
+                continue
+            for score, parts in zip(running.scores(), zip(*known, strict=True), strict=True):
+                score.total = torch.stack([total for total, _ in parts]).sum(0)
+                score.count = sum(count for _, count in parts)
+
+    def update(self, x: Inputs, y: Tensor | None) -> None:
+        """Takes in one batch; without targets, one of out-of-distribution inputs."""
+        predict, outputs, positions = self.candidates.prepare(x)
+        targets = Targets.of(self.candidates.posterior, outputs[0], y, positions)
+        self.n_data += targets.n_data
+        settings = self.candidates.settings
+        if not self._groups:
+            n = len(settings)
+            self._groups = self.candidates.groups(len(outputs[0]))
+            parts = self._groups if self._together else [slice(i, i + 1) for i in range(n)]
+            parts = [*parts, *(slice(i, i + 1) for i in range(n, n + len(self.of_network)))]
+            self._running = [(part, self.rule.fresh()) for part in parts]
+        noises = [*(setting.sigma_noise for setting in settings), *(settings[i].sigma_noise for i in self.of_network)]
+        predictions = chain(
+            (part for group in self._groups for part in self._predicted(predict, group)),
+            (self.candidates.of_networks(outputs, i) for i in self.of_network),
+        )
+        for (part, running), prediction in zip(self._running, predictions, strict=True):
+            if prediction is None:
+                self._failed.add(part.start)
+            else:
+                targets.update(running, prediction, noises[part.start])
+
+    def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
+        """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
+        size = group.stop - group.start
+        apart = size > 1 and not self._together
+        try:
+            prediction = predict(group)
+        except (CurvatureError, torch.linalg.LinAlgError):
+            return [None] * (size if apart else 1)
+        if not apart:
+            return [prediction]
+        rows = list(zip(*prediction, strict=True)) if isinstance(prediction, tuple) else list(prediction)
+        return [None if any(bool(part.isnan().any()) for part in _parts(row)) else row for row in rows]
+
+    def results(self) -> Tensor:
+        """The losses, float64, `[n]`; infinite where a posterior does not exist."""
+        return self._results(0, len(self.candidates.settings))
+
+    def results_of_network(self) -> Tensor:
+        """The losses of the networks' own predictions, float64, `[len(of_network)]`."""
+        n = len(self.candidates.settings)
+        return self._results(n, n + len(self.of_network))
+
+    def _results(self, start: int, stop: int) -> Tensor:
+        parts = [
+            torch.full((part.stop - part.start,), math.inf, dtype=wide_dtype())
+            if part.start in self._failed
+            else widened(running.result().detach()).cpu().reshape(-1)
+            for part, running in self._running
+            if start <= part.start < stop
+        ]
+        return torch.cat(parts)
+
+
+def _parts(prediction: Prediction) -> tuple[Tensor, ...]:
+    return prediction if isinstance(prediction, tuple) else (prediction,)

@@ -26,7 +26,7 @@ from laplace.predictive.posterior_outputs import PosteriorOutputs, mixed
 from laplace.predictive.predict import Predictor
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.validation import Targets, Validation
+from laplace.tuning.losses import Targets, Validation
 
 
 def compare(
@@ -34,18 +34,7 @@ def compare(
 ) -> Comparison:
     """Scores of the predictions and of the networks' outputs themselves, by the same likelihood.
 
-    Args:
-        predictor: What predicts.
-        group: Its posteriors.
-        loader: Labelled data.
-        options: Options of the predictions; without a generator numbers are drawn from seed 0.
-        progress_bar: Whether one is shown.
-
-    Raises:
-        NotFittedError: A posterior is not fitted.
-        InvalidType: The loader is none.
-        InvalidData: There are no data, or some that cannot be used.
-        UnsupportedError: The likelihood does not say how good a prediction is.
+    Without a generator numbers are drawn from seed 0.
     """
     batches.require_loader(loader, "loader")
     for posterior in group.posteriors:

@@ -15,10 +15,10 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import same_random_state
 from laplace.posterior.posterior import Given, Posterior
 from laplace.tuning.candidates import Candidates, MixedCandidates, Predictive
-from laplace.tuning.search import NAMES, Coordinates, Evaluate
+from laplace.tuning.search import NAMES
 
 
 def log_mean_exp(values: Tensor) -> Tensor:
@@ -158,19 +158,6 @@ class PosteriorGroup:
         return MixedCandidates(parts, torch.stack([self.at(setting).weights() for setting in settings], 1))
 
 
-def negative_evidence(group: PosteriorGroup, coordinates: Coordinates) -> Evaluate:
-    """−log p(D) and its gradient, as a function of the logarithms of what is tuned (MacKay, 1992)."""
-
-    def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-        with autograd_mode(), torch.enable_grad():
-            leaf = logs.clone().requires_grad_()
-            value = group.at(coordinates.hypers(leaf)).log_evidence()
-            (gradient,) = torch.autograd.grad(value, leaf)
-            return -value.item(), -gradient
-
-    return evaluate
-
-
 def _shared(hypers: Hyperparameters, posterior: Posterior) -> Hyperparameters:
     """Shared hyper-parameters with the prior mean of one posterior."""
     return replace(hypers, prior_mean=posterior.hypers.prior_mean)
@@ -185,5 +172,4 @@ def _geometric_mean(values: list[Tensor]) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """True if two hyper-parameters have the same values."""
     return a.shape == b.shape and bool((a == b.to(a)).all())

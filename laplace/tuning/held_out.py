@@ -9,7 +9,9 @@ does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,19 +29,24 @@ from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
-from laplace.engines.engine import CurvatureEngine, same_count
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
+from laplace.enums import LinkApprox
+from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.spread import require_whole
 from laplace.posterior import learning
 from laplace.posterior.posterior import Choices, Posterior
-from laplace.posterior.sharding import refuse_sharded
-from laplace.refinement.newton import minimise
+from laplace.posterior.sharding import refuse_sharded, shards_of
+from laplace.refinement.linear_model import minimise
 from laplace.weights.last_layer import LastLayer
 
-# The head of a network trained anew on some of its data, with features that stay: a convex problem of few numbers.
+# ----------------------------------------------------------------------------------------------------------------------
+# The head of a network trained anew on some of its data, with features that stay: a convex problem of few numbers
+# ----------------------------------------------------------------------------------------------------------------------
 #
 # With features φ (a 1 for the bias among them) and r, a bias that is not random, the data without those of a fold lead
 # to
@@ -67,21 +74,23 @@ _SURE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A head on the features of data.
-
-    Attributes:
-        likelihood: p(y | f).
-        features: φ, `[R, D]`, float64; of outputs with positions, R are rows, data × positions.
-        offset: r, `[C]`, float64.
-        y: Checked targets of the rows.
-        weight: W*, `[C, D]`, float64.
-    """
+    """A head on the features of data; numbers are float64. With positions, R are rows, data × positions."""
 
     likelihood: Likelihood
-    features: Tensor
-    offset: Tensor
-    y: Tensor
-    weight: Tensor
+    features: Tensor  # φ, `[R, D]`
+    offset: Tensor  # r, `[C]`
+    y: Tensor  # checked targets of the rows
+    weight: Tensor  # W*, `[C, D]`
+
+    @classmethod
+    def of_network(cls, posterior: Posterior, features: Tensor, f: Tensor, y: Tensor) -> Head:
+        """The head as the user trained it, on features with a 1 for a random bias, where the network has outputs f."""
+        features, has_bias, n_outputs = widened(features), _has_random_bias(posterior), f.shape[1]
+        sizes = [n_outputs * (features.shape[1] - has_bias), n_outputs * has_bias]
+        parts = widened(posterior.expansion_point).split(sizes)
+        weight = torch.cat([part.view(n_outputs, -1) for part in parts], 1)
+        offset = (widened(f) - features @ weight.T).mean(0)  # of a bias that is not random, the same for all
+        return cls(posterior.likelihood, features, offset * (not has_bias), y, weight)
 
     @cached_property
     def ridge(self) -> float:
@@ -93,15 +102,8 @@ class Head:
         return max(-float((gradient * self.weight).sum()) / square, floor) if square else floor
 
     def refit(self, rows: Tensor, *, tolerance: float = 1e-6, max_steps: int = 100, residual: float = 1e-2) -> Tensor:
-        """W of some rows, `[C, D]`.
-
-        Args:
-            rows: Their indices.
-            tolerance: Distance from the minimum at which it ends, in units of the curvature there: the square are nats.
-            max_steps: Newton steps.
-            residual: To which each of them is solved, relative to the gradient.
-        """
-        data = self._at(rows)
+        """W of some rows, `[C, D]`; options are those of `minimise`."""
+        data = Head(self.likelihood, self.features[rows], self.offset, self.y[rows], self.weight)
         # With fewer rows than features nothing but W* says anything of the other directions, in which W is zero.
         basis, sums = data._basis if len(rows) < self.features.shape[1] else self._basis
         sums = sums * (len(rows) / len(self.features)) if basis is self._basis[0] else sums
@@ -115,9 +117,6 @@ class Head:
         start = (self.weight @ basis).flatten()
         end = minimise(function, start, precondition, tolerance=tolerance, max_steps=max_steps, residual=residual)
         return end.at.view_as(diagonal) @ basis.T
-
-    def _at(self, rows: Tensor) -> Head:
-        return Head(self.likelihood, self.features[rows], self.offset, self.y[rows], self.weight)
 
     # The preconditioner, Σ_b Λ_b / Σ_b tr Λ_b ⊗ Σ_b tr Λ_b φ_b φ_bᵀ at W*.
 
@@ -149,7 +148,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class _Penalised:
-    """The penalised loss, of weights `[C·r]`; attributes as of `Head`, and λ."""
+    """The penalised loss of `Head`, of weights `[C·r]`, with the penalty λ."""
 
     likelihood: Likelihood
     features: Tensor
@@ -179,12 +178,7 @@ class _Penalised:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A posterior, and data that it has not seen.
-
-    Attributes:
-        posterior: Fitted without the data.
-        loader: The data, batches `(x, y)` as the posterior's engine takes them.
-    """
+    """A posterior, and data that it has not seen, batches `(x, y)` as its engine takes them."""
 
     posterior: Posterior
     loader: list[tuple[Inputs, Tensor]]
@@ -200,19 +194,11 @@ def refits_of_head(
 ) -> Iterator[HeldOut]:
     """Posteriors over a head that was trained and fitted without one of K parts of the data, with that part.
 
-    The network runs once over the data, in this call; the refits follow as they are asked for. Classes are spread
-    evenly over the parts; a datum that is the only one of its class is in none.
-
-    Args:
-        posterior: Fitted; over the weights of a head, a linear layer whose outputs are the network's.
-        train_loader: The data of the fit.
-        folds: K.
-        generator: Random generator of the parts; None for one with the seed of `torch.manual_seed`, which leaves the
-            global random state alone.
-        progress_bar: Show a progress bar of the pass over the data.
+    The network runs once over the data, in this call; the refits follow as they are asked for. Classes have equal
+    shares of the parts; an input that is the only one of its class is in none. Parts are drawn from the generator, or
+    from one with the seed of `torch.manual_seed`, which leaves the global random state alone.
 
     Raises:
-        NotFittedError: Before a fit.
         InvalidArgument: Fewer than two parts, or more than data.
         InvalidData: Other data than those of the fit, or a batch that cannot be used.
         UnsupportedError: Other weights than a head's, or a posterior that a fit alone does not lead to.
@@ -232,18 +218,10 @@ def held_out_part(
 ) -> HeldOut:
     """The posterior at the same network, fitted without a random share of the data, with that share.
 
-    The loader is read once, and its data are held in memory, on their device. Classes have the same share of both
+    The loader is read once, and its data are kept in memory, on their device. Classes have the same share of both
     parts. The curvature is that of the data that remain, and is not scaled up to that of all.
 
-    Args:
-        posterior: Fitted, over any weights.
-        train_loader: The data of the fit.
-        share: Of the data that are held out, above 0 and below 1.
-        generator: As of `refits_of_head`.
-        progress_bar: Show a progress bar of the fit.
-
     Raises:
-        NotFittedError: Before a fit.
         InvalidArgument: A share that leaves no data on one side.
         InvalidData: Another number of data than in the fit, or a batch that cannot be used.
         UnsupportedError: A posterior that a fit alone does not lead to.
@@ -278,38 +256,23 @@ def held_out_part(
     return HeldOut(fitted, out)
 
 
-# The data as a head sees them.
+# ----------------------------------------------------------------------------------------------------------------------
+# The data as a head sees them
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRows:
-    """Features of a head with what it makes of them; of outputs with positions, R are rows, data × positions.
+    """Features of a head with what it makes of them; of outputs with positions, R are rows, data × positions."""
 
-    Attributes:
-        features: φ, `[R, D]`, with a 1 for the bias.
-        f: The network's outputs, `[R, C]`.
-        y: Checked targets of the rows; those with ignored labels are left out.
-        datum: Number of the datum that a row is of, `[R]`.
-    """
-
-    features: Tensor
-    f: Tensor
-    y: Tensor
-    datum: Tensor
+    features: Tensor  # φ, `[R, D]`, with a 1 for the bias
+    f: Tensor  # the network's outputs, `[R, C]`
+    y: Tensor  # checked targets of the rows; those with ignored labels are left out
+    datum: Tensor  # number of the input that a row is of, `[R]`
 
     @classmethod
-    def of(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadRows:
-        """Those of a batch.
-
-        Args:
-            engine: Knows the network.
-            x: Inputs.
-            y: Targets.
-            start: Number of the first datum.
-
-        Raises:
-            UnsupportedError: The random weights are not those of a head.
-        """
+    def of_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadRows:
+        """The rows of a batch whose first input has the number `start`."""
         parts = engine.head_jacobian(x)
         if parts is None:
             raise UnsupportedError(
@@ -318,46 +281,27 @@ class HeadRows:
             )
         jacobian, f = parts[0]
         y = engine.checked(f, target_rows(y, f, jacobian.positions, engine.problem.channel_dim))
-        n_positions = 1
-        for size in jacobian.positions:
-            n_positions *= size
-        datum = start + torch.arange(len(f), device=f.device) // n_positions
+        datum = start + torch.arange(len(f), device=f.device) // math.prod(jacobian.positions)
         rows = rows_that_count(y, jacobian.positions, engine.likelihood.ignore_index)
-        made = cls(jacobian.head_features().to(f), f, y, datum)
-        return made if rows is None else made.at(rows)
-
-    def at(self, rows: Tensor) -> HeadRows:
-        """Some of the rows, by their indices."""
-        return HeadRows(self.features[rows], self.f[rows], self.y[rows], self.datum[rows])
+        columns = jacobian.head_features().to(f), f, y, datum
+        return cls(*(columns if rows is None else (column[rows] for column in columns)))
 
     @classmethod
-    def joined(cls, parts: list[HeadRows]) -> HeadRows:
-        """Those of consecutive batches as one."""
+    def concatenated(cls, parts: list[HeadRows]) -> HeadRows:
         columns = [[part.features, part.f, part.y, part.datum] for part in parts]
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class HeadData:
-    """A posterior over a head with the data of its fit, and the head refitted to parts of them.
-
-    Attributes:
-        posterior: Over the head's weights.
-        rows: The data.
-    """
+    """A posterior over a head with the data of its fit, and the head refitted to parts of them."""
 
     posterior: Posterior
     rows: HeadRows
 
     @classmethod
     def read(cls, posterior: Posterior, train_loader: Iterable[Any], *, progress_bar: bool = False) -> HeadData:
-        """Those of a loader, by one pass of the network.
-
-        Raises:
-            NotFittedError: Before a fit.
-            InvalidData: Other data than those of the fit, or a batch that cannot be used.
-            UnsupportedError: Other weights than a head's, or a posterior that a fit alone does not lead to.
-        """
+        """The data of a loader, by one pass of the network."""
         _require_of_fit(posterior)
         if posterior.overrides(*POSTERIOR, *PREDICTIONS) or not is_ours(posterior.choices.backend_cls):
             raise UnsupportedError(f"refits of a head under methods, or a backend, of your own; {_INSTEAD}.")
@@ -370,7 +314,7 @@ class HeadData:
             )
         batches.require_loader(train_loader, "train_loader")
         choices, problem = posterior.choices, posterior.problem
-        engine = _of_head(choices).engine(posterior.weights, problem, split_outputs=False)
+        engine = _native_backend(choices).engine(posterior.weights, problem, split_outputs=False)
         parts: list[HeadRows] = []
         n_data = 0
         bar = DataBar("features of the head", train_loader, shown=progress_bar)
@@ -382,29 +326,25 @@ class HeadData:
                     )
                     if data is None:
                         continue
-                    parts.append(HeadRows.of(engine, *data, n_data))
+                    parts.append(HeadRows.of_batch(engine, *data, n_data))
                 n_data += len(data[1])
                 bar.add(len(data[1]))
         bar.close()
         if not parts:
             raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
-        rows, seen = HeadRows.joined(parts), posterior.map_fit.n_data
+        rows, seen = HeadRows.concatenated(parts), posterior.map_fit.n_data
         count = float(posterior.likelihood.count(rows.f, rows.y))
         if not same_count(count, seen):
             raise InvalidData(f"train_loader gave {count:g} data, the fit has seen {seen:g}; give the data of the fit.")
         return cls(posterior, rows)
 
     def refits(self, folds: int, generator: torch.Generator | None) -> Iterator[HeldOut]:
-        """Posteriors over refits without one of K parts, with that part.
-
-        Raises:
-            InvalidArgument: More parts than data.
-        """
+        """Posteriors over refits without one of K parts, with that part."""
         fold = self._folds(folds, generator)
         return (self._without(fold == k) for k in range(folds))
 
     def _folds(self, folds: int, generator: torch.Generator | None) -> Tensor:
-        """Number of the part that a row is in, `[R]`; −1 of a class that has no other datum."""
+        """Number of the part that a row is in, `[R]`; −1 of a class that has no other input."""
         datum, rows = self.rows.datum.unique(return_inverse=True)
         if folds > len(datum):
             raise InvalidArgument(
@@ -422,7 +362,7 @@ class HeadData:
         """The posterior of the other rows, at the head refitted to them, with those that are held out, `[R]`."""
         rest, out = (part.nonzero().flatten() for part in (~is_out, is_out))
         layer = self._layer(self.head.refit(rest).to(self.rows.f))
-        choices = _for_part(_of_head(self.posterior.choices), len(rest))
+        choices = _for_part(_native_backend(self.posterior.choices), len(rest))
         choices = replace(choices, forward_fn=None, channel_dim=-1, loss=None)
         start = Posterior(choices, LastLayer(layer, name=""), self.posterior.hypers.detached())
         return HeldOut(learning.fitted_to(start, self._batches(rest)), self._batches(out))
@@ -440,32 +380,26 @@ class HeadData:
         """Features and targets of some rows."""
         data = self.rows
         width = data.features.shape[1] - self._has_bias
-        return [(data.features[part, :width], data.y[part]) for part in rows.split(_ROWS)]
+        return [(data.features[part, :width], data.y[part]) for part in rows.split(_ROWS_OF_BATCH)]
 
     @cached_property
     def head(self) -> Head:
         """The head on these data, as the user trained it."""
-        features, n_outputs = widened(self.rows.features), self.rows.f.shape[1]
-        mean = widened(self.posterior.expansion_point)
-        split = mean.split([n_outputs * (features.shape[1] - self._has_bias), n_outputs * self._has_bias])
-        weight = torch.cat([part.view(n_outputs, -1) for part in split], 1)
-        offset = (widened(self.rows.f) - features @ weight.T).mean(0)  # of a bias that is not random, the same for all
-        return Head(self.posterior.likelihood, features, offset * (not self._has_bias), self.rows.y, weight)
+        return Head.of_network(self.posterior, self.rows.features, self.rows.f, self.rows.y)
 
     @property
     def _has_bias(self) -> bool:
-        """True if a bias is random, which is then the second tensor, after the weight."""
-        return len(self.posterior.problem.slots) > 1
+        return _has_random_bias(self.posterior)
 
 
-_ROWS = 2048
+_ROWS_OF_BATCH = 2048
 """Rows in a batch of a refit."""
 
 _NATIVE: dict[str, type[CurvatureInterface]] = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
 """The library's own backend of a kind of curvature: of a head all of a kind compute the same."""
 
 
-def _of_head(choices: Choices) -> Choices:
+def _native_backend(choices: Choices) -> Choices:
     """The same choices with the library's own backend, which knows heads."""
     backend = _NATIVE[choices.backend_cls.kind]
     given = {**choices.backend_kwargs, **choices.asdl_fisher_kwargs}
@@ -473,20 +407,16 @@ def _of_head(choices: Choices) -> Choices:
     return replace(choices, backend_cls=backend, backend_kwargs=options, asdl_fisher_kwargs={})
 
 
-# What both have in common.
-
-
 _INSTEAD = "give val_loader=, validation data"
 
 
-def _require_of_fit(posterior: Posterior) -> None:
-    """Refuses posteriors that another fit would not lead to.
+def _has_random_bias(posterior: Posterior) -> bool:
+    """True if a bias is random, which is then the second tensor, after the weight."""
+    return len(posterior.problem.slots) > 1
 
-    Raises:
-        NotFittedError: Before a fit.
-        ModelChangedError: The network is not that of the fit.
-        UnsupportedError: It was refined, assigned or sharded, or the data have weights.
-    """
+
+def _require_of_fit(posterior: Posterior) -> None:
+    """Refuses posteriors that another fit would not lead to."""
     data = posterior.require_fitted()
     posterior.check_unchanged()
     refuse_sharded(posterior, "held-out data")
@@ -520,11 +450,7 @@ def _for_part(choices: Choices, n_data: int) -> Choices:
 
 
 def _in_memory(posterior: Posterior, train_loader: Iterable[Any]) -> list[tuple[Inputs, Tensor]]:
-    """Inputs and targets of all batches, without ignored data.
-
-    Raises:
-        InvalidData: No data, or a batch of another form.
-    """
+    """Inputs and targets of all batches, without ignored data."""
     batches.require_loader(train_loader, "train_loader")
     likelihood, data = posterior.likelihood, []
     with same_random_state(posterior.model):
@@ -540,15 +466,104 @@ def _in_memory(posterior: Posterior, train_loader: Iterable[Any]) -> list[tuple[
 
 
 def ranks_of_data(labels: Tensor | None, n_data: int, generator: torch.Generator | None) -> Tensor:
-    """A random order of the data in which those of a class are side by side: the rank of every datum, `[N]`.
-
-    Args:
-        labels: Classes, `[N]`; None without any.
-        n_data: N.
-        generator: Source of randomness; None for one with the seed of `torch.manual_seed`.
-    """
+    """Ranks `[N]` of the data in a random order in which those of a class are side by side; classes are `[N]`."""
     generator = torch.Generator().manual_seed(torch.initial_seed()) if generator is None else generator
     order = torch.randperm(n_data, generator=generator, device=generator.device).cpu()
     if labels is not None:
         order = order[labels.cpu()[order].argsort(stable=True)]
     return torch.empty_like(order).scatter_(0, order, torch.arange(n_data))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forecast of whether a posterior predicts worse than the network, from features of the head that the fit kept
+# ----------------------------------------------------------------------------------------------------------------------
+#
+# A part of the data is held out, the head is trained anew without it, and on it the posterior, with the covariance it
+# has, is compared with the network. That takes no pass of the network and no fit. Where features have seen the labels,
+# as in a network that was trained as a whole, they make both look better than they are on new data: small differences
+# say nothing then, and no warning is no proof. What it may take is fixed by these numbers, and no clock is read.
+
+_ROWS = 128  # that are looked at, at most; every third of them is held out
+_LEAST = 30  # rows below which nothing is said
+_STEPS = 2  # Newton steps of the refit
+_RESIDUAL = 0.2  # of each step, relative to the gradient
+
+# What is worth a warning: a difference between the losses that exceeds both.
+_STANDARD_ERRORS = 2.0
+_NATS = 0.08  # a probability of what was observed that is 8 % smaller
+
+
+def warn_if_worse(tuned: tuple[Posterior, ...]) -> None:
+    """Warns of a tuned posterior over a head that is forecast to predict worse than the network; not of a mixture."""
+    losses = held_out_losses(tuned[0]) if len(tuned) == 1 else None
+    if losses is None:
+        return
+    ours, network = losses
+    difference = ours - network
+    mean, error = float(difference.mean()), float(difference.std()) / math.sqrt(len(difference))
+    if mean > max(_STANDARD_ERRORS * error, _NATS):
+        warn(
+            "tuning: the posterior that the evidence chose is forecast to predict worse than the network alone: on "
+            f"{len(difference)} of the training data, without which the head was trained anew, its negative log "
+            f"likelihood is {float(ours.mean()):.2f}, that of the network {float(network.mean()):.2f} (difference "
+            f"{mean:.2f}, standard error {error:.2g}). Call la.calibrate(val_loader), or without validation data "
+            "la.calibrate(train_loader=train_loader), before you use its probabilities or intervals.",
+            CalibrationWarning,
+        )
+
+
+def held_out_losses(posterior: Posterior) -> tuple[Tensor, Tensor] | None:
+    """Negative log likelihoods of some held-out data, `[n]`, under the posterior and by the network alone.
+
+    None where the fit did not keep all of its data, or where it alone does not lead to the posterior. The global random
+    state is not used.
+    """
+    seen = _kept_by_fit(posterior)
+    if not seen:
+        return None
+    with autograd_mode(), torch.no_grad(), suppress(CurvatureError):  # of a posterior that does not exist
+        return _losses(posterior, seen)
+    return None
+
+
+def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
+    """The data of the fit as it kept them; none where they are not all, or do not say how the posterior predicts."""
+    data, engine, likelihood = posterior.data, posterior.cache.engine, posterior.likelihood
+    if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
+        return []
+    replaced = data.refinement is not None or data.assigned_mean is not None or data.source is not data.fit
+    if replaced or posterior.root is not None or data.fit.is_weighed or shards_of(posterior) is not None:
+        return []
+    if not likelihood.has_noise and LinkApprox.PROBIT not in likelihood.links:
+        return []
+    seen = list(engine.seen.batches())
+    n_data = sum(len(batch.f) for batch in seen)
+    return seen if n_data >= _LEAST and n_data == data.fit.n_data else []
+
+
+def _losses(posterior: Posterior, seen: list[SeenBatch]) -> tuple[Tensor, Tensor] | None:
+    likelihood, slots = posterior.likelihood, posterior.problem.slots
+    f, y = (torch.cat(column) for column in zip(*((batch.f, batch.y) for batch in seen), strict=True))
+    (n_data, n_outputs), width, has_bias = f.shape, seen[0].features.shape[1], len(slots) > 1
+    if [slot.size for slot in slots] != [n_outputs * width, n_outputs][: len(slots)]:
+        return None  # a part of a head
+    ranks = ranks_of_data(y if y.ndim == 1 else None, n_data, torch.Generator().manual_seed(0)).to(f.device)
+    n_rows = min(n_data, _ROWS)
+    rows = ranks.argsort()[torch.arange(n_rows, device=f.device) * n_data // n_rows]  # classes in their shares
+    f, y = f[rows], y[rows]
+    features = torch.cat([batch.features for batch in seen])[rows].to(f)
+    ones = features.new_ones(n_rows, 1)
+    is_out = torch.arange(n_rows, device=f.device) % 3 == 0
+    out, rest = is_out.nonzero().flatten(), (~is_out).nonzero().flatten()
+
+    head = Head.of_network(posterior, torch.cat([features, ones], 1) if has_bias else features, f, y)
+    moved = head.refit(rest, max_steps=_STEPS, residual=_RESIDUAL)
+    f, y = (head.features[out] @ moved.T + head.offset).to(f), y[out]
+
+    blocks = [HeadBlock(features[out], n_outputs), HeadBlock(ones[out], n_outputs, is_bias=True)][: len(slots)]
+    variance = posterior.precision().variance(Jacobian(tuple(blocks)), "diagonal").to(f)
+    sigma = posterior.hypers.sigma_noise
+    ours = likelihood.predict(f, variance, LinkApprox.PROBIT), variance if likelihood.has_noise else None
+    network = likelihood.inverse_link(f), None
+    ours, network = (widened(likelihood.predictive_nll(*prediction, y, sigma)) for prediction in (ours, network))
+    return ours, network

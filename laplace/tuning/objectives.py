@@ -1,339 +1,381 @@
-"""Losses on validation data, fed batch by batch: small is good."""
+"""What a search improves: the evidence; a loss on validation data by its gradient; the same loss on a grid."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import widened
+from laplace.enums import PredType
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of
-from laplace.metrics import RunningMetric, accepted_by
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import autograd_mode
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import refuse_sharded
+from laplace.predictive import latent
+from laplace.predictive.posterior_outputs import mixed
+from laplace.structures.base import Precision
+from laplace.tuning.candidates import Losses, Predictive
+from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data
+from laplace.tuning.losses import Loss, LossRule, Targets, Validation, entropy_of, make_loss
+from laplace.tuning.search import Coordinates, Grid, Objective, TuningResult
 
-# Scores of predictions, per datum and for many candidates at once; every one is differentiable.
-#
-# Predictions of one candidate are `[B, C]`, of n candidates `[n, B, C]`; scores `[B]` and `[n, B]`. What a score means
-# is known to the likelihood's target.
+# ----------------------------------------------------------------------------------------------------------------------
+# The evidence
+# ----------------------------------------------------------------------------------------------------------------------
 
+EVIDENCES: dict[str, Callable[[Tensor], Tensor]] = {"evidence": log_mean_exp, "joint_evidence": torch.sum}
+"""Evidence of a mixture from the logarithms of its components' `[K]`, by the name of the objective."""
 
-Prediction = Summary
+_SMALLEST_FACTOR = 0.1
+"""Factor of δ in one step at least: an estimate of γ may be negative, its expectation is not."""
 
-
-def negative_log_density(likelihood: Likelihood, prediction: Prediction, y: Tensor, sigma: Tensor) -> Tensor:
-    """−log p(y | x, D), in nats: of every likelihood that defines `predictive_nll`."""
-    mean, variance = mean_of(prediction), variance_of(prediction)
-    if mean.ndim == 2:
-        return likelihood.predictive_nll(mean, variance, y, sigma)
-    n, n_data = mean.shape[:2]
-    repeated = y.repeat(n, *(1,) * (y.ndim - 1))  # candidates are rows like any other
-    variance = None if variance is None else variance.flatten(0, 1)
-    return likelihood.predictive_nll(mean.flatten(0, 1), variance, repeated, sigma).view(n, n_data)
-
-
-def find_score(name: str, likelihood: Likelihood) -> Score:
-    """A score of a likelihood's predictions.
-
-    Raises:
-        UnsupportedError: It has no meaning for this target.
-    """
-    scores = {"nll": negative_log_density, **likelihood.target.scores}
-    if name not in scores:
-        raise UnsupportedError(
-            f"{name!r} has no meaning for likelihood={likelihood.name!r}, whose target_kind is "
-            f"{likelihood.target_kind!r}; its scores are {[*scores]}. Use one of them, or a loss of your own."
-        )
-    return scores[name]
-
-
-_REGRESSION = 3
-"""Arguments of a user's loss in regression: mean, variance and targets."""
-
-
-class Running(ABC):
-    """A loss of one candidate, or of n candidates whose predictions are `[n, B, C]`; a graph is kept."""
-
-    @abstractmethod
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        """Takes in one batch: predictions, checked targets and the noise, 0-dim or `[C]`."""
-
-    @abstractmethod
-    def result(self) -> Tensor:
-        """The loss over all batches, 0-dim or `[n]`."""
-
-    @abstractmethod
-    def scores(self) -> list[MeanScore]:
-        """The means of scores that the loss is made of, to which those of other processes' data can be added.
-
-        Raises:
-            UnsupportedError: It is made of nothing that adds up.
-        """
+_LARGEST_NOISE = 1.5
+"""Ratio of the noise and the residuals: at 1.5 five ninths of the observed values count as explained."""
 
 
 @dataclass(frozen=True)
-class Objective:
-    """Computation of a loss.
-
-    Attributes:
-        name: For messages.
-        fresh: Makes a running loss that has seen nothing.
-        many: Whether it takes the predictions of many candidates at once.
-        whole_covariance: Whether regressions hand it `[B, C, C]`, the variance that users' predictions have.
-        thresholds: Whether 0 is what is looked for, and the smallest candidate with it.
-    """
-
-    name: str
-    fresh: Callable[[], Running]
-    many: bool = True
-    whole_covariance: bool = False
-    thresholds: bool = False
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Objective of tuning: the smallest prior precision at which predictions are confident and accurate enough.
-
-    From Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4. They set `confidence`
-    slightly below the accuracy of the network on the validation data.
-
-    Attributes:
-        confidence: Smallest acceptable mean confidence on the validation data, in (0, 1), or None.
-        brier: Largest acceptable Brier score, or None.
+class Evidence(Objective):
+    """The log evidence log p(D), which is made large (MacKay, 1992).
 
     Raises:
-        InvalidArgument: Neither is given, or one is out of range.
+        InvalidArgument: The mean of evidences of different numbers of data; their product may be maximised.
     """
 
-    confidence: float | None = None
-    brier: float | None = None
+    group: PosteriorGroup
+    sign: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
-        if self.confidence is None and self.brier is None:
-            raise InvalidArgument("Thresholds() has none; give confidence=, brier= or both.")
-        if self.confidence is not None and not 0 < self.confidence < 1:
-            raise InvalidArgument(f"confidence={self.confidence}; a mean confidence lies between 0 and 1.")
-        if self.brier is not None and not self.brier > 0:
-            raise InvalidArgument(f"brier={self.brier}; a Brier score is positive.")
+        if self.group.combined is log_mean_exp:
+            require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
 
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
+        with autograd_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            value = self.group.at(coordinates.hypers(leaf)).log_evidence()
+            (gradient,) = torch.autograd.grad(value, leaf)
+            return -value.item(), -gradient
 
-class MeanScore(Running):
-    """Mean of a score over the data whose label is not ignored.
+    def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
+        """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next δ (Antorán et al., 2023, section 3.3).
 
-    Args:
-        score: The score.
-        likelihood: What it is a score of.
-        dim: Dimension of the data in it.
-    """
+        Where ∂ log p(D) / ∂δ is zero, δ_t ‖θ* − μ₀‖²_t is γ_t, the number of the entries of tensor t that the data
+        determine:
 
-    def __init__(self, score: Score, likelihood: Likelihood, dim: int = -1) -> None:
-        self.score = score
-        self.likelihood = likelihood
-        self.dim = dim
-        self.total: Tensor | float = 0.0
-        self.count = 0
+            δ_t ← γ_t / ‖θ* − μ₀‖²_t,    γ_t = n_t − δ_t tr_t P⁻¹ = δ_t (2 ∂ log p(D) / ∂δ_t + ‖θ* − μ₀‖²_t).
 
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        values = self.score(self.likelihood, prediction, y, sigma)
-        counted = _counted(self.likelihood, y, values.shape[self.dim])
-        if counted is not None:
-            values = values.index_select(self.dim, counted)
-        self.total = self.total + widened(values).sum(self.dim)
-        self.count += values.shape[self.dim]
+        A step takes the gradient of the evidence alone and no step size, and tends to be within a few percent after a
+        few of them: what suits an evidence that costs solutions of linear systems, and is known with a standard error.
+        """
+        posterior, leaf = self.group.first, delta.detach().clone().requires_grad_()
+        at = posterior.at(replace(posterior.hypers, prior_precision=leaf))
+        value = at.log_evidence()
+        (slope,) = torch.autograd.grad(value, leaf)
+        (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
+        slope, square = widened(slope), widened(square)
+        # Of a tensor that is zero and that nothing is known of there is no fixed point: its precision stays.
+        known = 2 * widened(leaf.detach()) * slope > torch.finfo(leaf.dtype).eps * len(at.mean)
+        factor = torch.where((square > 0) | known, 1 + 2 * slope / square, 1.0)
+        return value.item(), factor.clamp(min=_SMALLEST_FACTOR)
 
-    def result(self) -> Tensor:
-        return torch.as_tensor(self.total) / self.count if self.count else torch.tensor(torch.nan)
-
-    def scores(self) -> list[MeanScore]:
-        return [self]
-
-
-class CalibrationError(Running):
-    """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3).
-
-    Args:
-        binned_gaps: Gaps between accuracy and confidence, each in its bin, `[..., B, M]`.
-        likelihood: Of class labels.
-    """
-
-    def __init__(self, binned_gaps: Score, likelihood: Likelihood) -> None:
-        self.gaps = MeanScore(binned_gaps, likelihood, dim=-2)
-
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        self.gaps.update(prediction, y, sigma)
-
-    def result(self) -> Tensor:
-        return self.gaps.result().abs().sum(-1)
-
-    def scores(self) -> list[MeanScore]:
-        return [self.gaps]
-
-
-class Shortfall(Running):
-    """The amount by which thresholds are missed: 0 where they are met.
-
-    Args:
-        thresholds: The thresholds.
-        likelihood: Of class or binary labels.
-    """
-
-    def __init__(self, thresholds: Thresholds, likelihood: Likelihood) -> None:
-        wanted = {"confidence": thresholds.confidence, "brier": thresholds.brier}
-        self.parts = [
-            (MeanScore(find_score(name, likelihood), likelihood), limit, -1 if name == "confidence" else 1)
-            for name, limit in wanted.items()
-            if limit is not None
-        ]
-
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        for score, _, _ in self.parts:
-            score.update(prediction, y, sigma)
-
-    def result(self) -> Tensor:
-        missed = [sign * (score.result() - limit) for score, limit, sign in self.parts]
-        return torch.stack(missed).amax(0).clamp(min=0)
-
-    def scores(self) -> list[MeanScore]:
-        return [score for score, _, _ in self.parts]
-
-
-class UsersMetric(Running):
-    """A user's running metric, copied and reset so that no candidate sees another's sums.
-
-    Args:
-        metric: Has `update`, `compute` and `reset`.
-    """
-
-    def __init__(self, metric: RunningMetric) -> None:
-        self.metric = copy.deepcopy(metric)
-        self.metric.reset()
-
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        """Takes in one batch; a metric whose update requires (mean, variance, y) gets all three, others the mean."""
-        row = (*prediction, y) if isinstance(prediction, tuple) else (prediction, y)
-        self.metric.update(*accepted_by(self.metric, row))
-
-    def result(self) -> Tensor:
-        return _numbers(self.metric.compute(), f"{type(self.metric).__name__}.compute()").sum()
-
-    def scores(self) -> list[MeanScore]:
-        raise _no_sum(type(self.metric).__name__)
-
-
-class UsersFunction(Running):
-    """A user's function of all predictions at once.
-
-    Args:
-        function: `function(prediction, y)`, or `function(mean, variance, y)` for regression.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.predictions: list[tuple[Tensor, ...]] = []
-        self.targets: list[Tensor] = []
-
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        parts = prediction if isinstance(prediction, tuple) else (prediction,)
-        if not self.predictions:
-            _require_arguments(self.function, len(parts) + 1)
-        self.predictions.append(parts)
-        self.targets.append(y)
-
-    def result(self) -> Tensor:
-        parts = [torch.cat(part) for part in zip(*self.predictions, strict=True)]
-        value = _numbers(self.function(*parts, torch.cat(self.targets)), "the loss")
-        if value.numel() != 1:
-            raise InvalidArgument(
-                f"the loss returned a tensor of shape {list(value.shape)}; one number for all data is needed: take "
-                "its mean."
+    def remarks(self, result: TuningResult, coordinates: Coordinates) -> Iterable[str | None]:
+        """Where the curvature misleads the evidence."""
+        curvatures = [posterior.fit.curvature for posterior in self.group.posteriors]
+        # Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing,
+        # and with it what keeps the prior precision from falling.
+        scale = 1 / (result.sigma_noise.square().min() * result.temperature)
+        cut = max(curvature.tail for curvature in curvatures) * scale.item()
+        smallest = result.prior_precision.min().item()
+        if cut > smallest:
+            yield (
+                f"the curvature leaves out eigenvalues up to {cut:.2g}, more than the prior precision {smallest:.2g}: "
+                "the evidence then favours priors that are too weak; raise structure_kwargs={'rank': …}, or tune on "
+                "validation data"
             )
-        return value.reshape(())
+        factor = max(curvature.prior_factor for curvature in curvatures)
+        if factor != 1 and "prior_precision" in coordinates.names:
+            yield (
+                f"the subset's evidence sees the product of the prior precision and the factor {factor:.3g} alone, so "
+                "that a search cancels the factor: the variances are those of a posterior of the subset alone; tune "
+                "on validation data (method='gridsearch')"
+            )
+        if result.converged and "sigma_noise" in coordinates.names:
+            for posterior in self.group.posteriors:
+                yield noise_warning(posterior, result.sigma_noise, result.temperature)
 
-    def scores(self) -> list[MeanScore]:
-        raise _no_sum("a function of all predictions")
 
+def noise_warning(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor) -> str | None:
+    """A note where the noise σ that the evidence chose, 0-dim or `[C]`, is far larger than the residuals, or None.
 
-def _no_sum(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"group= with {name} as the loss, whose values for parts of the data do not add up; give 'nll', 'brier', "
-        "'crps', 'ece' or laplace.tuning.Thresholds, or tune in one process."
+    In σ the evidence is stationary where σ² = Σ r² / (n − γ) for n observed values with residuals r, of which γ, the
+    effective number of parameters, count as explained by the weights (MacKay, 1992, "Bayesian interpolation").
+    Curvature that leaves out how weights depend on each other has a larger γ than the GGN; with fewer data than weights
+    it may come close to n, and σ is then too large by √(n / (n − γ)).
+    """
+    fit = posterior.fit
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    if squares is None:
+        return None
+    noise = (widened(sigma_noise.detach()).square() * widened(temperature.detach())).sqrt()
+    residual = (squares if noise.ndim else squares.mean()).sqrt()
+    worst = (noise / residual).argmax()
+    sigma, size = noise.reshape(-1)[worst].item(), residual.reshape(-1)[worst].item()
+    if not sigma > _LARGEST_NOISE * size:
+        return None
+    explained = 100 * (1 - (size / sigma) ** 2)
+    ratio = f"{sigma / size:.3g} times " if size else "with "
+    return (
+        f"the evidence chose a noise of {sigma:.3g}, {ratio}the root mean square {size:.2g} of the "
+        f"residuals, since it counts {explained:.0f} % of the observed values as explained by the weights; a curvature "
+        "that leaves out how weights depend on each other overstates that where data are few: compare "
+        "hessian_structure='full', use the last layer, or tune on validation data"
     )
 
 
-def _require_arguments(function: Callable[..., Any], count: int) -> None:
-    """Raises `InvalidArgument` if a function says that it does not take so many arguments by position."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C say nothing
-        return
-    try:
-        signature.bind(*range(count))
-    except TypeError as error:
-        given = "(mean, variance, y), as for every regression" if count == _REGRESSION else "(prediction, y)"
-        raise InvalidArgument(
-            f"the loss has the signature {signature}, but it is called with {given}: give it these arguments."
-        ) from error
+# ----------------------------------------------------------------------------------------------------------------------
+# A loss on validation data, on a grid: batches outside, settings inside, so that the network runs once
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _numbers(value: Any, name: str) -> Tensor:
-    """Result of a user's loss or metric, as a tensor.
+class ValidationLoss(Objective):
+    """A loss of predictions of validation data, for a search on a grid.
 
     Raises:
-        InvalidArgument: It is no number and no tensor.
-    """
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(f"{name} returned {value!r}; a number is needed, or a 0-dim tensor.") from error
-
-
-def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | None:
-    """Indices of the data that are not ignored, `[n]`; None for all."""
-    if likelihood.ignore_index is None or y.shape != (n_data,):
-        return None
-    return (y != likelihood.ignore_index).nonzero().flatten()
-
-
-Loss = Literal["nll", "brier", "crps", "ece"] | Thresholds | RunningMetric | Callable[..., Any]
-"""What users give for a loss on validation data."""
-
-
-def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
-    """An objective from what users give.
-
-    Args:
-        loss: None or `"nll"`, `"brier"`, `"crps"`, `"ece"`, `Thresholds`, a running metric or a callable.
-        likelihood: Of the targets.
-
-    Raises:
-        InvalidArgument: None of these, or a metric of which large values are good.
+        InvalidArgument: What is no loss.
         UnsupportedError: A score that has no meaning for this likelihood.
     """
-    if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
-        name = loss or "nll"
-        return Objective(name, partial(MeanScore, find_score(name, likelihood), likelihood))
-    if isinstance(loss, str) and loss == "ece":
-        return Objective(loss, partial(CalibrationError, find_score(loss, likelihood), likelihood))
-    if isinstance(loss, Thresholds):
-        Shortfall(loss, likelihood)  # refuses a likelihood without them
-        return Objective("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)
-    if isinstance(loss, RunningMetric) and not isinstance(loss, type):
-        if getattr(loss, "higher_is_better", False):
+
+    def __init__(
+        self, group: PosteriorGroup, loss: str | Loss | None, data: Validation, predictive: Predictive
+    ) -> None:
+        self.group, self.data, self.predictive = group, data, predictive
+        self.loss = make_loss(loss, group.likelihood)
+        self.has_thresholds = self.loss.thresholds
+
+    def grid(self, axes: dict[str, Tensor], prior: Tensor) -> Grid:
+        """The grid of some axes; a tuned prior precision is written in the structure of `prior`.
+
+        Raises:
+            InvalidArgument: Thresholds with what they do not go with, or several prior precisions that are not tuned.
+        """
+        if self.has_thresholds:
+            if tuple(axes) != ("prior_precision",):
+                raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
+            if self.data.ood_loader is not None:
+                raise InvalidArgument(
+                    "Thresholds are met or not, whatever the entropy on ood_loader is; leave it out, or give another "
+                    "objective, such as 'nll'."
+                )
+            # They are met by the smallest of ascending values.
+            axes = {"prior_precision": axes["prior_precision"].sort().values}
+        now = self.group.hypers(tuple(axes))
+        if "prior_precision" not in axes and now.prior_precision.numel() > 1:
             raise InvalidArgument(
-                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is minimised; "
-                "give 1 - metric, or another loss."
+                "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned "
+                "too; tune='prior_precision' as well, or use method='lbfgs'."
             )
-        return Objective(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
-    if callable(loss) and not isinstance(loss, type):
-        return Objective("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
-    raise InvalidArgument(
-        f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
-        "metric (update, compute, reset) and a callable; give an object, not a class."
-    )
+        return Grid(axes, now, prior)
+
+    def losses(self, grid: Grid) -> tuple[Tensor, Callable[[], Tensor]]:
+        first, data, loss = self.group.first, self.data, self.loss
+        with autograd_mode(), torch.no_grad():
+            candidates = self.group.candidates(grid.settings, self.predictive, whole_covariance=loss.whole_covariance)
+            of_network = grid.last_per_noise() if "prior_precision" in grid.axes else []
+            inside = Losses(candidates, loss, data.processes, of_network)
+            inside.read(data.batches(first, label="grid search"))
+            if data.ood_loader is None:
+                return inside.results(), inside.results_of_network
+            outside = Losses(candidates, entropy_of(self.group.likelihood), data.processes, of_network)
+            outside.read((name, x, None) for name, x in data.ood_inputs(first))
+
+            def less_entropy(losses: Tensor, entropies: Tensor) -> Tensor:
+                return data.less_entropy(losses, entropies, outside.n_data, inside.n_data)
+
+            values = less_entropy(inside.results(), outside.results())
+            return values, lambda: less_entropy(inside.results_of_network(), outside.results_of_network())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same loss and its gradient in every hyper-parameter, without any further pass of the network
+# ----------------------------------------------------------------------------------------------------------------------
+#
+# The variance of an output is v = jᵀ P⁻¹ j. With z = P⁻¹ j its derivative is dv = −zᵀ (dP) z, so that for a loss L(v)
+#
+#     dL = −Σ (∂L/∂v) d(zᵀ P z)    at a constant z,
+#
+# and zᵀ P z is `Precision.quad`, which every structure can differentiate. z is L (Lᵀ j) for the root L of P⁻¹ that
+# samples are drawn with; Lᵀ is the transpose of a linear map, which autograd applies.
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Linearised outputs of a batch: Jacobians of consecutive parts, the mean `[B, C]`, and targets."""
+
+    jacobians: list[Jacobian]
+    mean: Tensor
+    targets: Targets
+
+
+class SmoothLoss(ValidationLoss):
+    """A validation loss of linearised predictions, for a search by gradients; the network runs once, when it is made.
+
+    Raises:
+        InvalidArgument: `pred_type="nn"`, thresholds, or a class that predicts by a method of its own.
+        InvalidData: No validation data.
+        UnsupportedError: Several processes have the validation data, or the curvature.
+    """
+
+    def __init__(
+        self, group: PosteriorGroup, loss: str | Loss | None, data: Validation, predictive: Predictive
+    ) -> None:
+        super().__init__(group, loss, data, predictive)
+        for posterior in group.posteriors:
+            refuse_sharded(posterior, "tuning on validation data")
+        if data.processes is not None:
+            raise UnsupportedError(
+                "group= with a search by gradients on validation data, where gradients would be those of one "
+                "process's data only; use method='grid', or objective='evidence', which needs no data, or leave group "
+                "at None in a process that has all of them."
+            )
+        kinds = [predictive.kind(posterior) for posterior in group.posteriors]
+        if PredType.NN in kinds or self.has_thresholds:
+            what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
+            raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
+        for posterior in group.posteriors:
+            posterior.check_unchanged()
+            if posterior.overrides(*PREDICTIONS):
+                with posterior.as_user_object() as la:
+                    name = type(la).__name__
+                raise InvalidArgument(
+                    f"class {name} predicts by a method of its own (one of {', '.join(PREDICTIONS)}), whose gradient "
+                    "in the hyper-parameters is not known; use method='grid'."
+                )
+        first = group.first
+        with autograd_mode(), torch.no_grad():
+            self.inside = [self._run(*batch) for batch in data.batches(first)]
+            self.outside: list[list[_Batch]] = []
+            if data.ood_loader is not None:
+                self.entropy = entropy_of(group.likelihood)
+                self.outside = [self._run(*batch) for batch in data.ood_inputs(first)]
+        self.summaries = predictive.summaries(
+            group.likelihood, first.hypers.device, for_scores=not self.loss.whole_covariance
+        )
+
+    def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[_Batch]:
+        """One pass of every network over a batch."""
+        rows: list[_Batch] = []
+        with named(name):
+            for posterior in self.group.posteriors:
+                x = batches.to_device(x, posterior.problem.device)
+                with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
+                    parts = list(pieces)
+                mean = torch.cat([f for _, f in parts]).to(posterior.hypers.dtype)
+                targets = Targets.of(posterior, mean, y, parts[0][0].positions)
+                rows.append(_Batch([jacobian for jacobian, _ in parts], mean, targets))
+        return rows
+
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
+        every = [*self.inside, *self.outside]
+        with autograd_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            group = self.group.at(coordinates.hypers(leaf))
+            if any(posterior.overrides(*POSTERIOR) for posterior in self.group.posteriors):
+                # Of posteriors that users compute only autograd knows the derivative.
+                variances = [
+                    [self._users_variance(one, part) for one, part in zip(group.posteriors, batch, strict=True)]
+                    for batch in every
+                ]
+                loss = self._loss(variances, group)
+                if not loss.requires_grad:
+                    raise InvalidArgument(
+                        f"{self.loss.name} does not depend on the hyper-parameters in a way that autograd knows; use "
+                        "method='grid', or compute the posterior with torch."
+                    )
+                (gradient,) = torch.autograd.grad(loss, leaf)
+                return loss.item(), gradient
+            precisions = [posterior.evidence.precision for posterior in group.posteriors]
+            # What a precision keeps must not depend on who asks first: with a graph, or without.
+            still = self.group.at(coordinates.hypers(logs.detach()))
+            constants = [posterior.evidence.precision for posterior in still.posteriors]
+            variances = [
+                [
+                    self._variance(constant, part).requires_grad_()
+                    for constant, part in zip(constants, batch, strict=True)
+                ]
+                for batch in every
+            ]
+            loss = self._loss(variances, group)
+            if not loss.requires_grad:
+                raise InvalidArgument(
+                    f"{self.loss.name} cannot be differentiated; use method='grid', or compute it with torch."
+                )
+            leaves = [variance for batch in variances for variance in batch]
+            direct, *slopes = torch.autograd.grad(loss, [leaf, *leaves], allow_unused=True, retain_graph=True)
+            gradient = torch.zeros_like(leaf) if direct is None else direct
+            pairs = list(zip(precisions, constants, strict=True))
+            parts = [(part, pair) for batch in every for part, pair in zip(batch, pairs, strict=True)]
+            for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
+                if slope is not None:
+                    gradient = gradient + _through(precision, constant, part, slope, leaf)
+            return loss.item(), gradient
+
+    def _users_variance(self, posterior: Posterior, batch: _Batch) -> Tensor:
+        """`[B, C]` or `[B, C, C]`, with its graph."""
+        contract = self.summaries.contraction(posterior.predictive_precision())
+        return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+
+    def _variance(self, precision: Precision, batch: _Batch) -> Tensor:
+        """`[B, C]` or `[B, C, C]`, without gradient."""
+        contract, read = self.summaries.contraction(precision), self.summaries.read
+        with torch.no_grad():
+            return torch.cat([contract(read(jacobian)) for jacobian in batch.jacobians])
+
+    def _loss(self, variances: list[list[Tensor]], group: PosteriorGroup) -> Tensor:
+        weights, sigma = group.weights(), group.first.hypers.sigma_noise
+
+        def mean_of(rule: LossRule, data: list[list[_Batch]], variances: list[list[Tensor]]) -> Tensor:
+            running = rule.fresh()
+            for batch, variance_of_each in zip(data, variances, strict=True):
+                parts = zip(batch, variance_of_each, strict=True)
+                predictions = [self.summaries.of_gaussian(part.mean, variance) for part, variance in parts]
+                batch[0].targets.update(running, mixed(predictions, weights), sigma)
+            return running.result()
+
+        loss = mean_of(self.loss, self.inside, variances[: len(self.inside)])
+        if not self.outside:
+            return loss
+        entropy = mean_of(self.entropy, self.outside, variances[len(self.inside) :])
+        n_ood, n_data = (sum(batch[0].targets.n_data for batch in data) for data in (self.outside, self.inside))
+        return self.data.less_entropy(loss, entropy, n_ood, n_data)
+
+
+def _through(precision: Precision, constant: Precision, batch: _Batch, slope: Tensor, leaf: Tensor) -> Tensor:
+    """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
+    total, start = torch.zeros_like(leaf), 0
+    for piece in (piece for jacobian in batch.jacobians for piece in jacobian.pieces()):  # dense, `[b, C, P]`
+        rows, slopes = _directions(piece, slope[start : start + len(piece)])
+        start += len(piece)
+        quadratic = precision.quad(constant.solve(rows))
+        (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
+        total = total + gradient
+    return total
+
+
+def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows j `[m, P]` and slopes γ `[m]` with Σ_kl slope_kl d(J_k P⁻¹ J_lᵀ) = Σ_m γ_m d(jᵀ P⁻¹ j).
+
+    For variances the rows are those of J. For covariances they are J rotated into the eigenbasis of the slope.
+    """
+    if slope.ndim == 2:
+        return piece.flatten(0, 1), slope.flatten()
+    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
+    return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()

@@ -1,12 +1,19 @@
-"""Searches by gradients: hyper-parameters as a vector of logarithms, and the minimum of an objective over it."""
+"""One search for every objective of hyper-parameters: `Search(objective, coordinates, options).run()`.
+
+By gradients (Adam, L-BFGS) it climbs in logarithms and keeps the best value seen; by a fixed point it repeats the
+equation that the best prior precision solves; on a grid it takes the best of all combinations of some values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,15 +22,202 @@ from tqdm.auto import tqdm
 from laplace.core.arguments import as_tensor, check_counts, check_length, positive
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import widened
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
+from laplace.network.model_guard import autograd_mode
+
+if TYPE_CHECKING:
+    from laplace.tuning.group import PosteriorGroup
 
 Tuned = Literal["prior_precision", "sigma_noise", "temperature"]
 """What can be tuned."""
 
 NAMES: tuple[Tuned, ...] = get_args(Tuned)
 """The same, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class TuningResult:
+    """Result of `optimize_hyperparameters`: the values that were assigned, and the course of the search.
+
+    Attributes:
+        prior_precision: Prior precision δ, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: Observation noise σ, 0-dim or `[C]`.
+        temperature: Temperature T, 0-dim.
+        value: The objective at these values: the log evidence (higher is better) or the loss (lower is better).
+        values: The objective at every step, `[n]`, or at every point of the grid, in its shape; float64.
+        grid: Values of each tuned hyper-parameter, `[n]` each, in the order of the dimensions of `values`; empty
+            without a grid.
+        converged: Whether the search converged; True for a grid.
+        notes: Remarks, e.g. that the objective is flat, or that the best value is on an edge of the grid.
+    """
+
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    temperature: Tensor
+    value: float
+    values: Tensor = field(repr=False)
+    grid: dict[str, Tensor] = field(repr=False)
+    converged: bool
+    notes: tuple[str, ...]
+
+    def noting(self, note: str) -> TuningResult:
+        """A copy with one more note, before the others."""
+        return replace(self, notes=(note, *self.notes))
+
+    def values_of(self, names: Sequence[str] = NAMES) -> dict[str, Tensor]:
+        """The hyper-parameters as a dictionary, by name."""
+        return {name: getattr(self, name) for name in names}
+
+
+def report(result: TuningResult) -> None:
+    """Issues the notes of a result as one `TuningWarning`."""
+    if result.notes:
+        what = "grid search" if result.grid else "tuning"
+        warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning)
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a search goes on.
+
+    Attributes:
+        method: `"adam"`, `"lbfgs"` (with a strong Wolfe line search), `"em"` (a fixed point) or `"grid"`.
+        n_steps: Steps of Adam, iterations of L-BFGS, or the largest number of fixed-point steps.
+        lr: Step size of Adam on logarithms.
+        tolerance: A search by gradients ends where no entry of the gradient exceeds it times max(1, |value|); None
+            makes all steps.
+    """
+
+    method: str
+    n_steps: int = 100
+    lr: float = 0.1
+    tolerance: float | None = None
+    label: str = "tuning"
+    progress_bar: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method == "grid":
+            return
+        check_counts(n_steps=self.n_steps)
+        if self.method == "em":
+            return
+        if not 0 < self.lr < math.inf:
+            raise InvalidArgument(f"lr={self.lr}; it must be positive and finite.")
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise InvalidArgument(f"tolerance={self.tolerance}; it must be at least 0 and finite.")
+        if self.method not in _METHODS:
+            raise InvalidArgument(f"method={self.method!r}; accepted are {[*_METHODS, 'grid']}.")
+
+
+class Objective(ABC):
+    """What a search improves: the evidence, or a loss on validation data. Each supports some of the methods."""
+
+    sign: ClassVar[int] = 1
+    """−1 where large values are good."""
+
+    group: PosteriorGroup
+
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
+        """The value to be made small and its gradient `[n]` at logarithms `[n]`."""
+        raise UnsupportedError(f"{type(self).__name__} has no gradient; use method='grid'.")
+
+    def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
+        """The objective at a prior precision δ, and the factor of the next one, float64."""
+        raise UnsupportedError(f"{type(self).__name__} has no fixed point; use another method.")
+
+    def losses(self, grid: Grid) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The losses of all settings, float64, `[n]`, and the networks' own ones at every noise of the grid."""
+        raise UnsupportedError(f"{type(self).__name__} has no losses on a grid; use another method.")
+
+    has_thresholds: bool = False
+    """Whether the smallest setting with a loss of 0 is looked for."""
+
+    def remarks(self, result: TuningResult, coordinates: Coordinates) -> Iterable[str | None]:
+        """What users should know of a result."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search, by one of the methods; the posteriors are not changed."""
+
+    objective: Objective
+    coordinates: Coordinates | Grid
+    options: SearchOptions
+
+    def run(self) -> TuningResult:
+        """The best hyper-parameters.
+
+        Raises:
+            InvalidArgument: The objective is finite nowhere, or no setting meets the thresholds.
+        """
+        if isinstance(self.coordinates, Grid):
+            return self._on_grid(self.coordinates)
+        result = (self._fixed_point if self.options.method == "em" else self._by_gradient)(self.coordinates)
+        remarks = dict.fromkeys(self.objective.remarks(result, self.coordinates))
+        return replace(result, notes=(*result.notes, *(remark for remark in remarks if remark)))
+
+    def _by_gradient(self, coordinates: Coordinates) -> TuningResult:
+        objective, sign = self.objective, self.objective.sign
+        course = minimise(lambda logs: objective.gradient(coordinates, logs), coordinates.vector(), self.options)
+        with torch.no_grad():
+            best = coordinates.hypers(course.best)
+        values = torch.tensor([sign * value for value in course.values], dtype=wide_dtype())
+        notes = (*_notes_of_course(course, coordinates.names), *course.shortfall(self.options))
+        return _result(best, sign * course.best_value, values, course.converged, notes)
+
+    def _fixed_point(self, coordinates: Coordinates) -> TuningResult:
+        n_steps, delta = self.options.n_steps, coordinates.start.prior_precision
+        values: list[float] = []
+        converged = False
+        show = self.options.progress_bar
+        with autograd_mode(), torch.enable_grad(), tqdm(total=n_steps, desc="em", disable=not show) as bar:
+            for _ in range(n_steps):
+                bar.update()
+                value, factor = self.objective.fixed_point(delta)
+                values.append(value)
+                former = delta
+                delta = (widened(delta) * factor).log().clamp(-BOUND, BOUND).exp().to(delta.dtype)
+                converged = bool(((widened(delta) / widened(former)).log().abs() <= _FIXED_POINT_TOLERANCE).all())
+                if converged:
+                    break
+        notes = [] if converged else [f"the prior precision still moved after {n_steps} steps; raise n_steps"]
+        if bool((widened(delta).log().abs() >= BOUND - 1e-3).any()):
+            notes.append(
+                "a prior precision is at the bound of the search, 1e-10 or 1e10: it may have no finite optimum"
+            )
+        best = replace(coordinates.start, prior_precision=delta)
+        return _result(best, values[-1], torch.tensor(values, dtype=wide_dtype()), converged, notes)
+
+    def _on_grid(self, grid: Grid) -> TuningResult:
+        values, of_network = self.objective.losses(grid)
+        place = _smallest(values, has_thresholds=self.objective.has_thresholds)
+        values = values.view(grid.shape)
+        notes = _notes_of_grid(values, place, grid, of_network, has_thresholds=self.objective.has_thresholds)
+        best = grid.settings[place]
+        if "prior_precision" in grid.axes:
+            best = replace(best, prior_precision=best.prior_precision.expand_as(grid.prior).clone())
+        best = replace(best, sigma_noise=best.sigma_noise.clone(), temperature=best.temperature.clone())
+        return _result(best, values.flatten()[place].item(), values, True, notes, grid.axes)
+
+
+def _result(
+    best: Hyperparameters,
+    value: float,
+    values: Tensor,
+    converged: bool,
+    notes: Iterable[str],
+    axes: dict[str, Tensor] | None = None,
+) -> TuningResult:
+    hypers = best.prior_precision, best.sigma_noise, best.temperature
+    return TuningResult(*hypers, value, values, axes or {}, converged, tuple(notes))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Coordinates: hyper-parameters as logarithms
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,6 +231,17 @@ class Coordinates:
 
     names: tuple[str, ...]
     start: Hyperparameters
+
+    @classmethod
+    def around(cls, group: PosteriorGroup, names: tuple[str, ...], structure: str | None) -> Coordinates:
+        """Coordinates that start at the present values, a tuned prior precision in the structure that is asked for.
+
+        Raises:
+            InvalidArgument: Unknown structure, or posteriors that differ in what is not tuned.
+        """
+        now = group.hypers(names)
+        prior = _restructured(now.prior_precision, structure, group.layout)
+        return cls(names, replace(now, prior_precision=prior) if "prior_precision" in names else now)
 
     def vector(self) -> Tensor:
         """Logarithms of the start, `[n]`, float64."""
@@ -72,8 +277,10 @@ def checked_names(tune: str | Sequence[str], *, has_noise: bool, by_evidence: bo
     return tuple(name for name in NAMES if name in names)
 
 
-def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor, name: str = "init_prior_prec") -> Tensor:
-    """A prior precision in the asked structure: a vector keeps its own, a scalar is spread over it.
+def prior_in_structure(
+    init: float | Tensor, structure: str, layout: Layout, like: Tensor, name: str = "init_prior_prec"
+) -> Tensor:
+    """A prior precision in the asked structure: a vector keeps its own, a scalar is repeated.
 
     `name` is that of the caller's argument, for messages.
 
@@ -88,17 +295,8 @@ def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor, n
     return value
 
 
-def restructured(prior: Tensor, structure: str | None, layout: Layout) -> Tensor:
-    """A prior precision in another structure: repeated where it gets longer, else the geometric mean of what it was.
-
-    Args:
-        prior: δ, `[1]`, `[n_tensors]` or `[P]`.
-        structure: `"scalar"`, `"layerwise"`, `"diag"`, or None for the present one.
-        layout: Which entries belong to which tensor.
-
-    Raises:
-        InvalidArgument: Unknown structure.
-    """
+def _restructured(prior: Tensor, structure: str | None, layout: Layout) -> Tensor:
+    """A prior precision in another structure: repeated where it gets longer, else the geometric mean of what it was."""
     if structure is None:
         return prior
     length = _lengths(structure, layout)[structure]
@@ -112,11 +310,7 @@ def restructured(prior: Tensor, structure: str | None, layout: Layout) -> Tensor
 
 
 def _lengths(structure: str, layout: Layout) -> dict[str, int]:
-    """Number of precisions in every structure.
-
-    Raises:
-        InvalidArgument: Unknown structure.
-    """
+    """Number of precisions in every structure."""
     lengths = {
         str(PriorStructure.SCALAR): 1,
         str(PriorStructure.LAYERWISE): layout.n_tensors,
@@ -127,8 +321,9 @@ def _lengths(structure: str, layout: Layout) -> dict[str, int]:
     return lengths
 
 
-# One engine for every smooth objective: Adam or L-BFGS on logarithms, and the best value seen.
-
+# ----------------------------------------------------------------------------------------------------------------------
+# By gradients: Adam or L-BFGS on logarithms, and the best value seen
+# ----------------------------------------------------------------------------------------------------------------------
 
 Evaluate = Callable[[Tensor], tuple[float, Tensor]]
 """Maps a vector of logarithms `[n]` to the value to be made small and its gradient `[n]`."""
@@ -136,14 +331,16 @@ Evaluate = Callable[[Tensor], tuple[float, Tensor]]
 BOUND = 23.0
 """Largest |log| that a search reaches from a start within it: 1e-10 to 1e10."""
 
+_FIXED_POINT_TOLERANCE = 1e-3
+"""Change of log δ at which a fixed point has converged."""
 
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 """Constants of Adam: the two decays, and what keeps the step finite."""
 
 
 @dataclass
-class Search:
-    """The course of a search.
+class Course:
+    """The course of a search by gradients.
 
     Attributes:
         best: Where the best value was seen, `[n]`.
@@ -161,7 +358,7 @@ class Search:
     bad: int = 0
     converged: bool = False
 
-    def saw(self, logs: Tensor, value: float, gradient: Tensor) -> float | None:
+    def record(self, logs: Tensor, value: float, gradient: Tensor) -> float | None:
         """Takes note of an evaluation; its slope, or None where it is not finite."""
         self.values.append(value)
         slope = gradient.abs().max().item()  # NaN if an entry is
@@ -181,127 +378,88 @@ class Search:
         """True if the best value lies where the search was stopped."""
         return bool((self.best.abs() >= BOUND).any())
 
-
-@dataclass(frozen=True)
-class Climb:
-    """A search by gradients, and its options.
-
-    Attributes:
-        method: As of `minimise`, like the others.
-        n_steps: Steps of Adam, or iterations of L-BFGS.
-        lr: Step size of Adam.
-        tolerance: Of the gradient; None makes all steps.
-        label: Name of the progress bar.
-        progress_bar: Show a progress bar.
-    """
-
-    method: str
-    n_steps: int
-    lr: float
-    tolerance: float | None = None
-    label: str = "tuning"
-    progress_bar: bool = False
-
-    def __call__(self, evaluate: Evaluate, start: Tensor) -> Search:
-        """Makes a function of logarithms small, from a start `[n]`.
-
-        Raises:
-            InvalidArgument: As of `minimise`.
-        """
-        return minimise(
-            evaluate, start, method=self.method, n_steps=self.n_steps, lr=self.lr, tolerance=self.tolerance or 0.0,
-            label=self.label, progress_bar=self.progress_bar,
-        )  # fmt: skip
-
-    def shortfall(self, search: Search) -> tuple[str, ...]:
+    def shortfall(self, options: SearchOptions) -> tuple[str, ...]:
         """A note where a search should have converged and did not."""
-        if self.tolerance is None or search.converged or search.is_flat():
+        if options.tolerance is None or self.converged or self.is_flat():
             return ()
-        slope = f"largest slope {search.slope:.2g} per log unit"
-        return (f"the search did not converge in {self.n_steps} steps ({slope}); raise n_steps",)
+        slope = f"largest slope {self.slope:.2g} per log unit"
+        return (f"the search did not converge in {options.n_steps} steps ({slope}); raise n_steps",)
+
+
+def _notes_of_course(course: Course, tuned: Sequence[str]) -> list[str]:
+    notes: list[str] = []
+    names = _listed(tuned)
+    if course.bad:
+        notes.append(f"the objective was NaN or infinite in {course.bad} of {len(course.values)} steps")
+    if course.is_flat() and course.slope == 0:
+        notes.append(f"the objective does not depend on the {names}; choose one that reads the predictive variance")
+    if course.at_bound():
+        notes.append(
+            f"the best value has a hyper-parameter at the bound of the search, 1e-10 or 1e10: the {names} may have no "
+            "finite optimum"
+        )
+    return notes
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and the ".join(name.replace("_", " ") for name in names)
 
 
 class _Finished(Exception):
     """A signal out of the line search, never seen by callers: the gradient is small enough, or there is none."""
 
 
-def minimise(
-    evaluate: Evaluate,
-    start: Tensor,
-    *,
-    method: str,
-    n_steps: int,
-    lr: float,
-    tolerance: float,
-    label: str = "tuning",
-    progress_bar: bool = False,
-) -> Search:
-    """Makes a function of logarithms small.
-
-    Args:
-        evaluate: The function with its gradient.
-        start: `[n]`.
-        method: `"adam"` or `"lbfgs"` (with a strong Wolfe line search).
-        n_steps: Steps of Adam, or iterations of L-BFGS.
-        lr: Step size of Adam; L-BFGS finds its own.
-        tolerance: The search ends where no entry of the gradient exceeds it times max(1, |value|); 0 never ends early.
-        label: Name of the progress bar.
-        progress_bar: Show a progress bar.
+def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Course:
+    """Makes a function of logarithms small, by Adam or L-BFGS from a start `[n]`.
 
     Raises:
-        InvalidArgument: No step, a step size or tolerance out of range, an unknown method, or no finite value at the
-            start.
+        InvalidArgument: No finite value at the start.
     """
-    check_counts(n_steps=n_steps)
-    if not 0 < lr < math.inf:
-        raise InvalidArgument(f"lr={lr}; it must be positive and finite.")
-    if not 0 <= tolerance < math.inf:
-        raise InvalidArgument(f"tolerance={tolerance}; it must be at least 0 and finite.")
-    if method not in _METHODS:
-        raise InvalidArgument(f"method={method!r}; accepted are {[*_METHODS, 'grid']}.")
-    search = Search(start.detach().clone())
+    course, tolerance = Course(start.detach().clone()), options.tolerance or 0.0
     upper = start.detach().abs().clamp(min=BOUND)
     lower = -upper
+    total = options.n_steps + 1 if options.method == "adam" else None
 
-    with tqdm(total=n_steps + 1 if method == "adam" else None, desc=label, disable=not progress_bar) as bar:
+    with tqdm(total=total, desc=options.label, disable=not options.progress_bar) as bar:
 
         def step(logs: Tensor) -> tuple[float, Tensor] | None:
             inside = logs.detach().clamp(lower, upper)
             value, gradient = evaluate(inside)
             bar.update()
-            slope = search.saw(inside, value, gradient)
+            slope = course.record(inside, value, gradient)
             if slope is None:
                 return None
             if slope <= tolerance * max(1.0, abs(value)):
-                search.converged = True
+                course.converged = True
                 raise _Finished
             # Outside of the bound nothing changes.
             return value, gradient.where(inside == logs.detach(), 0.0)
 
         with contextlib.suppress(_Finished):
-            search.converged = _METHODS[method](step, start.detach().clone(), n_steps, lr, search)
-        if len(search.values) == 1 and search.slope == 0:  # a minimum, or a flat function?
-            search.saw(start + 1, *evaluate(start + 1))
-    if not math.isfinite(search.best_value):
+            course.converged = _METHODS[options.method](step, start.detach().clone(), options, course)
+        if len(course.values) == 1 and course.slope == 0:  # a minimum, or a flat function?
+            course.record(start + 1, *evaluate(start + 1))
+    if not math.isfinite(course.best_value):
         raise InvalidArgument(
             "the objective is not finite where the search starts; check the data, the fit and the start."
         )
-    return search
+    return course
 
 
 Step = Callable[[Tensor], tuple[float, Tensor] | None]
 
 
-def _adam(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:
+def _adam(step: Step, logs: Tensor, options: SearchOptions, course: Course) -> bool:
     """After a value that is not finite Adam begins anew at the best point, with half the step size."""
+    lr = options.lr
     update = _AdamUpdate(logs, lr)
-    for _ in range(n_steps + 1):
+    for _ in range(options.n_steps + 1):
         evaluation = step(logs)
         if evaluation is None:
-            if not math.isfinite(search.best_value):
+            if not math.isfinite(course.best_value):
                 return False
             lr = lr / 2
-            logs = search.best.clone()
+            logs = course.best.clone()
             update = _AdamUpdate(logs, lr)
             continue
         logs = update(logs, evaluation[1])
@@ -312,10 +470,6 @@ class _AdamUpdate:
     """Steps of Adam (Kingma & Ba, 2015, algorithm 1).
 
     PyTorch's optimiser computes the same, and imports PyTorch's compiler with its first step: most of a second.
-
-    Args:
-        like: Gives shape, dtype and device.
-        lr: Step size.
     """
 
     def __init__(self, like: Tensor, lr: float) -> None:
@@ -324,26 +478,26 @@ class _AdamUpdate:
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
 
     def __call__(self, logs: Tensor, gradient: Tensor) -> Tensor:
-        """The point after a step against a gradient."""
         self.n += 1
         self.first.lerp_(gradient, 1 - _BETA_1)
         self.second.mul_(_BETA_2).addcmul_(gradient, gradient, value=1 - _BETA_2)
-        spread = self.second.sqrt().div_(math.sqrt(1 - _BETA_2**self.n)).add_(_EPSILON)
-        return logs.addcdiv(self.first, spread, value=-self.lr / (1 - _BETA_1**self.n))
+        deviation = self.second.sqrt().div_(math.sqrt(1 - _BETA_2**self.n)).add_(_EPSILON)
+        return logs.addcdiv(self.first, deviation, value=-self.lr / (1 - _BETA_1**self.n))
 
 
-def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:
+def _lbfgs(step: Step, logs: Tensor, options: SearchOptions, course: Course) -> bool:
     """A value that is not finite counts as a very bad one, which the line search steps back from."""
     logs.requires_grad_()
+    n_steps = options.n_steps
     optimizer = torch.optim.LBFGS(
         [logs], lr=1.0, max_iter=n_steps, max_eval=4 * n_steps, tolerance_grad=0.0, line_search_fn="strong_wolfe"
     )
 
     def closure() -> Tensor:
         evaluation = step(logs)
-        if evaluation is None and not math.isfinite(search.best_value):
+        if evaluation is None and not math.isfinite(course.best_value):
             raise _Finished
-        penalty = 1e3 * (1 + abs(search.best_value)), torch.zeros_like(logs)
+        penalty = 1e3 * (1 + abs(course.best_value)), torch.zeros_like(logs)
         value, gradient = penalty if evaluation is None else evaluation
         logs.grad = gradient
         return logs.new_tensor(value)
@@ -353,4 +507,142 @@ def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) ->
     return spent["n_iter"] < n_steps and spent["func_evals"] < 4 * n_steps
 
 
-_METHODS: dict[str, Callable[[Step, Tensor, int, float, Search], bool]] = {"adam": _adam, "lbfgs": _lbfgs}
+_METHODS: dict[str, Callable[[Step, Tensor, SearchOptions, Course], bool]] = {"adam": _adam, "lbfgs": _lbfgs}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a grid
+# ----------------------------------------------------------------------------------------------------------------------
+
+_RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
+"""Exponents of 10 between which a grid lies that the caller does not give."""
+_SIZES = (100, 25, 11)
+"""Its number of values per hyper-parameter, when one, two or three are tuned."""
+_AS_GOOD = 1e-3
+"""Part of the losses' range, and of the network's loss, by which a posterior must beat the network."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """All combinations of some values of the tuned hyper-parameters.
+
+    Attributes:
+        axes: Values of each, ascending or as the caller gave them, `[n]`.
+        now: The values of the others; of a vector noise the ratios are kept if it is not tuned.
+        prior: A prior precision in the structure in which a tuned one is written: the posterior is the same.
+    """
+
+    axes: dict[str, Tensor]
+    now: Hyperparameters
+    prior: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of values per axis."""
+        return tuple(len(values) for values in self.axes.values())
+
+    @cached_property
+    def settings(self) -> list[Hyperparameters]:
+        """The candidates, the last axis running fastest; tuned priors are scalar."""
+        shapes = {name: (1,) if name == "prior_precision" else getattr(self.now, name).shape for name in self.axes}
+        return [
+            replace(self.now, **{name: v.expand(shapes[name]) for name, v in zip(self.axes, values, strict=True)})
+            for values in product(*self.axes.values())
+        ]
+
+    def index_of(self, place: int) -> list[int]:
+        """Index of a candidate on every axis, as `torch.unravel_index` gives it, which imports SymPy."""
+        steps = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return [place // step % n for step, n in zip(steps, self.shape, strict=True)]
+
+    def last_per_noise(self) -> list[int]:
+        """Places of one candidate for every noise, whose other hyper-parameters are the last of their axes."""
+        shape, places = self.shape, torch.arange(math.prod(self.shape)).view(self.shape)
+        where = tuple(slice(None) if name == "sigma_noise" else n - 1 for name, n in zip(self.axes, shape, strict=True))
+        return places[where].reshape(-1).tolist()
+
+
+def make_axes(
+    names: tuple[str, ...], given: Mapping[str, Tensor | Sequence[float]] | None, like: Tensor
+) -> dict[str, Tensor]:
+    """Values of every tuned hyper-parameter, `[n]`: the caller's, or powers of 10.
+
+    Raises:
+        InvalidArgument: Values of something that is not tuned, none, or values that are not positive.
+    """
+    given = given or {}
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise InvalidArgument(f"grid has values for {unknown}, which are not tuned; tune={names}.")
+    axes: dict[str, Tensor] = {}
+    for name in names:
+        if name not in given:
+            low, high = _RANGES[name]
+            axes[name] = torch.logspace(low, high, _SIZES[len(names) - 1], dtype=like.dtype, device=like.device)
+            continue
+        values = torch.as_tensor(given[name], dtype=like.dtype, device=like.device).detach()
+        if values.ndim != 1 or not len(values):
+            raise InvalidArgument(f"grid[{name!r}] has shape {list(values.shape)}; give one or more values, [n].")
+        axes[name] = positive(f"grid[{name!r}]", values)
+    return axes
+
+
+def _smallest(values: Tensor, *, has_thresholds: bool) -> int:
+    """Place of the smallest finite loss, the first of several."""
+    finite = values.isfinite()
+    if not finite.any():
+        raise InvalidArgument(
+            "no candidate of the grid has a finite validation loss; the hyper-parameters are left as they were. Check "
+            "the loss, the validation data and the range of the grid."
+        )
+    smallest = values[finite].min()
+    if has_thresholds and smallest > 0:
+        raise InvalidArgument(
+            f"no candidate of the grid meets the thresholds: the nearest misses one by {smallest:.3g}; the "
+            "hyper-parameters are left as they were. Lower the thresholds (a network that is right in a share a of the "
+            "validation data has a mean confidence around a), or widen the grid."
+        )
+    return int((values == smallest).nonzero()[0])
+
+
+def _notes_of_grid(
+    values: Tensor, place: int, grid: Grid, of_network: Callable[[], Tensor], *, has_thresholds: bool
+) -> list[str]:
+    finite = values.isfinite()
+    notes: list[str] = []
+    if not finite.all():
+        notes.append(f"{int((~finite).sum())} of {values.numel()} candidates had no finite loss and were passed over")
+    width = (values[finite].max() - values[finite].min()).item()
+    if has_thresholds:
+        if place == 0 and values.numel() > 1:
+            notes.append("the smallest candidate meets the thresholds already; widen the grid downwards")
+    elif values.numel() > 1 and width <= 1e-7 * values[finite].abs().max():
+        names = _listed(grid.axes)
+        notes.append(f"the loss does not depend on the {names}; choose one that reads the predictive variance")
+    else:
+        notes += _notes_of_edges(place, grid, values.flatten()[place].item(), width, of_network)
+    return notes
+
+
+def _notes_of_edges(
+    place: int, grid: Grid, loss: float, width: float, of_network: Callable[[], Tensor]
+) -> Iterable[str]:
+    """Notes on hyper-parameters whose best value is on an edge of their axis.
+
+    Where the prior precision grows, predictions become those of the network: if these are as good as the best, there is
+    nothing to be found beyond the edge.
+    """
+    index = dict(zip(grid.axes, grid.index_of(place), strict=True))
+    for name, values in grid.axes.items():
+        if len(values) < 3 or index[name] not in (0, len(values) - 1):
+            continue
+        value = values[index[name]]
+        best = f"the best {name.replace('_', ' ')}, {value.item():g}"
+        if name == "prior_precision" and bool(value == values.max()):
+            network = of_network()[index.get("sigma_noise", 0)].item()
+            if network <= loss + _AS_GOOD * min(width, abs(network)):
+                yield (
+                    f"{best}, is the largest of the grid, and the network's own predictions are as good (a loss of "
+                    f"{network:.4g}, with the posterior {loss:.4g}): a larger one only comes nearer to them"
+                )
+                continue
+        yield f"{best}, is on the edge of the grid; widen it"

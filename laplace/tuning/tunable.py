@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core.arguments import checked
+from laplace.core.arguments import check_counts, checked, positive
 from laplace.core.processes import Processes
 from laplace.core.random_numbers import check_generator
 from laplace.enums import (
@@ -36,11 +36,9 @@ from laplace.predictive.predict import warn_of_default_noise
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from laplace.tuning.choose import TuningResult
     from laplace.tuning.group import PosteriorGroup
-    from laplace.tuning.objectives import Loss
-    from laplace.tuning.search import Tuned
-    from laplace.tuning.validation import ValidationLoss
+    from laplace.tuning.losses import Loss
+    from laplace.tuning.search import Tuned, TuningResult
 
 
 SearchName = Literal["lbfgs", "adam", "grid"]
@@ -143,7 +141,7 @@ class Tunable(ABC):
         """
         from laplace.tuning import calibrate as search
         from laplace.tuning.candidates import Predictive
-        from laplace.tuning.validation import Validation
+        from laplace.tuning.losses import Validation
 
         check_generator(generator)
         if val_loader is not None:
@@ -240,38 +238,56 @@ class Tunable(ABC):
                 without positions); of other weights, structures by products alone (`"lowrank"`, `"matrix_free"`) and
                 loaded posteriors nothing is forecast, and no warning does not mean that all is well.
         """
-        from laplace.tuning import choose, forecast, search
+        from laplace.tuning.candidates import Predictive
+        from laplace.tuning.losses import Validation
+        from laplace.tuning.objectives import Evidence, ValidationLoss
+        from laplace.tuning.search import Coordinates, Search, SearchOptions, prior_in_structure
 
-        choose.check_predictive(pred_type)
+        _check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
         _warn_of_noise(posteriors)
         posteriors.check_structure(structure)
         posteriors.refuse_calibrated("optimize_prior_precision")
         with posteriors.same_random_states():
-            if method == TuningMethod.MARGLIK:
-                climb = search.Climb("adam", n_steps, lr, label=choose.EVIDENCE, progress_bar=progress_bar)
-                result = choose.prior_by_evidence(posteriors, init_prior_prec, structure, climb)
-                result = result if val_loader is None else result.noting(_UNUSED)
+            now = posteriors.hypers(("prior_precision",))
+            like, layout = now.prior_precision, posteriors.layout
+            if method in (TuningMethod.MARGLIK, TuningMethod.EM):
+                if method == TuningMethod.EM and len(posteriors.posteriors) > 1:
+                    raise UnsupportedError("method='em' is for one posterior; tune a mixture by method='marglik'.")
+                name = "adam" if method == TuningMethod.MARGLIK else "em"
+                options = SearchOptions(name, n_steps, lr, label="evidence", progress_bar=progress_bar)
+                start = prior_in_structure(init_prior_prec, structure, layout, like)
+                coordinates = Coordinates(("prior_precision",), replace(now, prior_precision=start))
+                result = Search(Evidence(posteriors), coordinates, options).run()
+                if method == TuningMethod.MARGLIK and val_loader is not None:
+                    result = result.noting(_UNUSED)
             elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
                 if val_loader is None:
                     raise InvalidArgument(f"method={str(method)!r} needs val_loader=, the validation data.")
-                grid = (log_prior_prec_base, log_prior_prec_min, log_prior_prec_max, grid_size)
-                values = choose.powers(*grid, posteriors.first.hypers.prior_precision)
-                kind = (pred_type, link_approx, n_samples, generator)
-                scored = _validation_loss(posteriors, loss, kind, val_loader, progress_bar=progress_bar, group=group)
-                result = choose.prior_on_grid(posteriors, values, structure, scored)
-            elif method == TuningMethod.EM:
-                result = choose.prior_by_fixed_point(
-                    posteriors, init_prior_prec, structure, n_steps, progress_bar=progress_bar
-                )
+                values = _powers(log_prior_prec_base, log_prior_prec_min, log_prior_prec_max, grid_size, like)
+                data = Validation(val_loader, None, 1.0, progress_bar, Processes.of(group))
+                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
+                objective = ValidationLoss(posteriors, loss, data, predictive)
+                written = prior_in_structure(1.0, structure, layout, values)
+                grid = objective.grid({"prior_precision": values}, written)
+                result = Search(objective, grid, SearchOptions("grid")).run()
             else:
                 raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch', 'CV' and 'em'.")
-        choose.report(result)
-        self._take_over(tuned := posteriors.assigned(prior_precision=result.prior_precision))
+        by_evidence = method in (TuningMethod.MARGLIK, TuningMethod.EM)
+        self._assign_tuned(posteriors, result, ("prior_precision",), by_evidence=by_evidence)
         if verbose:
             print(f"Optimized prior precision is {result.prior_precision}.")  # noqa: T201
-        if method in (TuningMethod.MARGLIK, TuningMethod.EM):
-            forecast.warn_if_worse(tuned)
+
+    def _assign_tuned(
+        self, posteriors: PosteriorGroup, result: TuningResult, names: Sequence[str], *, by_evidence: bool
+    ) -> None:
+        from laplace.tuning import held_out
+        from laplace.tuning.search import report
+
+        report(result)
+        self._take_over(tuned := posteriors.assigned(**result.values_of(names)))
+        if by_evidence:
+            held_out.warn_if_worse(tuned)
 
     @checked
     def optimize_hyperparameters(
@@ -338,62 +354,60 @@ class Tunable(ABC):
                 the search did not converge.
             CalibrationWarning: As of `optimize_prior_precision`, after a search of the evidence.
         """
-        from laplace.tuning import choose, forecast, search
-        from laplace.tuning.grid import make_axes
+        from laplace.tuning.candidates import Predictive
+        from laplace.tuning.losses import Validation
+        from laplace.tuning.objectives import EVIDENCES, Evidence, SmoothLoss, ValidationLoss
+        from laplace.tuning.search import NAMES, Coordinates, Search, SearchOptions, checked_names, make_axes
 
         structure = None if prior_structure is None else str(prior_structure)
-        posteriors, combined = self._group, choose.EVIDENCES.get(objective) if isinstance(objective, str) else None
+        posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None
         posteriors.check_structure(structure)
         posteriors.refuse_calibrated("optimize_hyperparameters")
         method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
-            coordinates = choose.coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)
-            if "sigma_noise" not in coordinates.names:
+            has_noise = posteriors.likelihood.has_noise
+            names = checked_names(tune, has_noise=has_noise, by_evidence=combined is not None)
+            coordinates = Coordinates.around(posteriors, names, structure)
+            if "sigma_noise" not in names:
                 _warn_of_noise(posteriors)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
-            climb = search.Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
+            options = SearchOptions(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if combined is not None:
                 _refuse_data(val_loader, ood_loader, method)
-                result = choose.by_evidence(replace(posteriors, combined=combined), coordinates, climb)
+                search = Search(Evidence(replace(posteriors, combined=combined)), coordinates, options)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
-                kind = (pred_type, link_approx, n_samples, generator)
-                data = (val_loader, ood_loader, ood_weight)
-                loss = _validation_loss(posteriors, objective, kind, *data, progress_bar=progress_bar, group=group)
+                data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
+                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
                 if method == "grid":
-                    start = coordinates.start.prior_precision
-                    result = choose.on_grid(posteriors, make_axes(coordinates.names, grid, start), start, loss)
+                    loss, start = ValidationLoss(posteriors, objective, data, predictive), coordinates.start
+                    axes = make_axes(names, grid, start.prior_precision)
+                    search = Search(loss, loss.grid(axes, start.prior_precision), options)
                 else:
-                    result = choose.by_gradient(posteriors, coordinates, loss, climb)
-        choose.report(result)
-        self._take_over(tuned := posteriors.assigned(**result.values_of()))
-        if combined is not None:
-            forecast.warn_if_worse(tuned)
+                    search = Search(SmoothLoss(posteriors, objective, data, predictive), coordinates, options)
+            result = search.run()
+        self._assign_tuned(posteriors, result, NAMES, by_evidence=combined is not None)
         return result
 
 
-def _validation_loss(
-    posteriors: PosteriorGroup,
-    loss: str | Loss | None,
-    kind: tuple[PredTypeName, LinkName, int, torch.Generator | None],
-    val_loader: Iterable[Any],
-    ood_loader: Iterable[Any] | None = None,
-    ood_weight: float = 1.0,
-    *,
-    progress_bar: bool,
-    group: ProcessGroup | None,
-) -> ValidationLoss:
-    """The loss that a search on validation data minimises; `kind` are the fields of a `Predictive`."""
-    from laplace.tuning.candidates import Predictive
-    from laplace.tuning.objectives import make_objective
-    from laplace.tuning.validation import Validation, ValidationLoss
+def _check_predictive(pred_type: Any) -> None:
+    """Checks the first argument of `optimize_prior_precision`, in whose place others are given."""
+    if str(pred_type) in tuple(PredType):
+        return
+    given = repr(str(pred_type)) if isinstance(pred_type, str) else f"a {type(pred_type).__name__}"
+    raise InvalidArgument(
+        f"pred_type is {given}; accepted are 'glm' and 'nn' ('gp' for hessian_structure='gp'). It is the first "
+        "argument of optimize_prior_precision: give others by name, method='gridsearch', val_loader=..."
+    )
 
-    data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
-    pred_type, link_approx, n_samples, generator = kind
-    predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
-    return ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
+
+def _powers(base: float, low: float, high: float, n: int, like: Tensor) -> Tensor:
+    """The candidates base^low … base^high, `[n]`."""
+    check_counts(grid_size=n)
+    name = f"log_prior_prec_base={base} to the powers from log_prior_prec_min={low} to log_prior_prec_max={high}"
+    return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
 def _warn_of_noise(posteriors: PosteriorGroup) -> None:
@@ -406,11 +420,7 @@ _UNUSED = "val_loader is not used by method='marglik'; use method='gridsearch' t
 
 
 def _refuse_data(val_loader: Iterable[Any] | None, ood_loader: Iterable[Any] | None, method: str) -> None:
-    """Raises where the evidence is given what it does not use.
-
-    Raises:
-        InvalidArgument: Data, or a grid.
-    """
+    """Raises where the evidence is given what it does not use."""
     if val_loader is not None or ood_loader is not None:
         raise InvalidArgument(
             "the evidence uses no validation data; leave val_loader and ood_loader out, or give another objective, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,15 +12,15 @@ from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
-from laplace.errors import InvalidArgument, InvalidType
+from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
 from laplace.network.spread import processes_of, require_whole
 from laplace.network.watch import FirstBatch
-from laplace.weights.problem import ParameterSlice, Problem
+from laplace.weights.problem import Caller, ParameterSlice, Problem
 
 
-class Weights(ABC):
-    """A choice of random coordinates, bound to a model; what is found out later makes another one.
+class Weights:
+    """A choice of random weights, bound to a model; what is found out later makes another one.
 
     Args:
         model: The network, kept by reference and never written to.
@@ -63,25 +62,30 @@ class Weights(ABC):
         del enable_backprop  # of the network that was given, all does
         return self._given
 
-    def announce(self) -> None:  # noqa: B027  (most choices are known from the start)
+    def announce(self) -> None:
         """Tells the network as users see it which coordinates are random, where that was found out."""
 
-    @abstractmethod
     def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
-        """The problem, found from one batch of inputs if it takes one.
+        """The problem, found from one batch of inputs where it is not known from the start.
 
         Args:
             x: Inputs.
             first: What looks at the first batch of a fit, for which a pass that is made here serves; None without one.
-        """
 
-    @abstractmethod
+        Raises:
+            UnsupportedError: A class that neither knows its problem from the start nor defines this method.
+        """
+        if self.problem is None:
+            raise UnsupportedError(f"{type(self).__name__} does not say which weights are random; define `discover`.")
+        return self.problem
+
     def embed(self, samples: Tensor) -> Tensor:
         """Samples `[S, P]` of the random coordinates as users expect them from `la.sample`."""
+        return samples
 
-    @abstractmethod
     def restrict_prior(self, values: Tensor) -> Tensor:
         """A prior `[n]` given for more than the random coordinates, restricted to them; others are returned as is."""
+        return values
 
     def named(self, name: str) -> Problem | None:
         """The problem of a layer by name, for choices that are one; else the problem as it is."""
@@ -107,29 +111,11 @@ class Weights(ABC):
     @property
     def called(self) -> nn.Module:
         """The model, such that `model(x)` is the call that `forward_fn` makes."""
-        return self.model if self.forward_fn is None else Called(self.model, self.forward_fn)
+        return self.model if self.forward_fn is None else Caller(self.model, self.forward_fn)
 
     def state(self) -> dict[str, Any]:
         """Identification of the choice in a state dict."""
         return {}
-
-
-class Called(nn.Module):
-    """A model that is called by a `forward_fn`.
-
-    Args:
-        module: The model, kept by reference.
-        forward_fn: `forward_fn(module, x)`.
-    """
-
-    def __init__(self, module: nn.Module, forward_fn: ForwardFn) -> None:
-        super().__init__()
-        self.module = module
-        self.forward_fn = forward_fn
-
-    def forward(self, x: Inputs) -> Any:
-        """Output of `forward_fn`."""
-        return self.forward_fn(self.module, x)
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -167,17 +153,7 @@ class AllWeights(Weights):
                 "subset_of_weights='last_layer', which works with a frozen head."
             )
         slots = tuple(ParameterSlice(name, tensor.shape) for name, tensor in tensors.items())
-        self._whole = Problem(self.model, slots, forward_fn)
-        self._problem = self._whole
-
-    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
-        return self.problem or self._whole
-
-    def embed(self, samples: Tensor) -> Tensor:
-        return samples
-
-    def restrict_prior(self, values: Tensor) -> Tensor:
-        return values
+        self._problem = Problem(self.model, slots, forward_fn)
 
 
 class Subnetwork(Weights):
@@ -202,8 +178,8 @@ class Subnetwork(Weights):
         self.n_params_full = sum(shape.numel() for shape in self._tensors.values())
         self.indices = _checked(indices, self.n_params_full)
         self._order = self.indices.sort().values
-        self._selected = Problem(self.model, self._slots(), forward_fn)
-        self._problem = self._selected
+        self._problem = Problem(self.model, self._slots(), forward_fn)
+        self._layout = self._problem.layout
 
     def _slots(self) -> tuple[ParameterSlice, ...]:
         slots: list[ParameterSlice] = []
@@ -215,9 +191,6 @@ class Subnetwork(Weights):
             start += shape.numel()
         return tuple(slots)
 
-    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
-        return self.problem or self._selected
-
     def embed(self, samples: Tensor) -> Tensor:
         """`[S, all trainable parameters]`: the entries outside of the subnetwork at their trained values."""
         with model_lock(self.model):
@@ -227,7 +200,7 @@ class Subnetwork(Weights):
 
     def restrict_prior(self, values: Tensor) -> Tensor:
         """Takes a prior for every trainable parameter or tensor down to the subnetwork's."""
-        layout = self._selected.layout
+        layout = self._layout
         if values.numel() in (1, layout.n_params, layout.n_tensors):
             return values
         if values.numel() == self.n_params_full:

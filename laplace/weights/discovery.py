@@ -1,54 +1,25 @@
-"""Finds the last layer of a network by watching one forward pass."""
+"""Finds the last layer of a network by watching one forward pass, and the heads whose outputs are the network's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.errors import InvalidArgument
+from laplace.core.memory import ran_out
+from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.misfits import called
 from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
+from laplace.network.watch import FirstBatch
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
-
-
-def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
-    """Name of the last module with parameters that runs on `x`, past a trailing Flatten, Softmax, Dropout or Identity.
-
-    A module counts if it holds parameters and none of its own submodules with parameters ran: a leaf, and also a
-    module that reads its submodules' weights without calling them (`nn.MultiheadAttention`). So an attention layer
-    at the end is reported instead of being overlooked in favour of an earlier `nn.Linear`.
-
-    The model is run once in evaluation mode without gradients and left as it was found, also when it raises.
-
-    Args:
-        model: The network; the inner module of a compiled one is watched.
-        x: Inputs, a tensor, a tuple or a mapping.
-        forward_fn: How to call the model on inputs; None for the default of `laplace.core.batch.call`.
-
-    Returns:
-        Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.
-
-    Raises:
-        InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
-        InvalidInputs: The model cannot be run on x.
-    """
-    inner = unwrap(model)
-    watched = {name: module for name, module in named_modules_of(inner) if has_parameters(name, module)}
-    finished = _watch(inner, watched, lambda: called(inner, forward_fn, x))
-    last = last_to_run(finished)
-    if last is None:
-        raise InvalidArgument(
-            f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
-            "pass last_layer_name= with the name of an nn.Linear that the model calls."
-        )
-    return require_linear(inner, last)
 
 
 def require_linear(model: nn.Module, name: str) -> str:
@@ -71,8 +42,56 @@ def require_linear(model: nn.Module, name: str) -> str:
     raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {remedy}")
 
 
-def has_parameters(name: str, module: nn.Module) -> bool:
-    """True if a module of this name is a layer, or holds one."""
+# ----------------------------------------------------------------------------------------------------------------------
+# The last layer to run
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+    """Name of the last module with parameters that runs on `x`, past a trailing Flatten, Softmax, Dropout or Identity.
+
+    A module counts if it holds parameters and none of its own submodules with parameters ran: a leaf, and also a
+    module that reads its submodules' weights without calling them (`nn.MultiheadAttention`). So an attention layer
+    at the end is reported instead of being overlooked in favour of an earlier `nn.Linear`.
+
+    The model is run once in evaluation mode without gradients and left as it was found, also when it raises.
+
+    Returns:
+        Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.
+
+    Raises:
+        InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
+        InvalidInputs: The model cannot be run on x.
+    """
+    inner = unwrap(model)
+    finished: list[str] = []
+
+    def note(name: str, *_: object) -> None:
+        finished.append(name)
+
+    with _hooks(inner, note), torch.no_grad():
+        called(inner, forward_fn, x)
+    last = _last_to_run(finished)
+    if last is None:
+        raise InvalidArgument(
+            f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
+            "pass last_layer_name= with the name of an nn.Linear that the model calls."
+        )
+    return require_linear(inner, last)
+
+
+def _hooks(model: nn.Module, hook: Callable[..., Any]) -> ExitStack:
+    """A context in which every layer calls `hook(name, module, args, output)`; the model is preserved."""
+    with ExitStack() as stack:
+        stack.enter_context(preserve_model(model))
+        for name, module in named_modules_of(model):
+            if _has_parameters(name, module):
+                stack.callback(module.register_forward_hook(partial(hook, name)).remove)
+        stack.enter_context(hooks_fire(model))
+        return stack.pop_all()
+
+
+def _has_parameters(name: str, module: nn.Module) -> bool:
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     if "parametrizations" in name.split("."):
         return False
@@ -80,29 +99,136 @@ def has_parameters(name: str, module: nn.Module) -> bool:
     return own or (len(module._modules) > 0 and any(True for _ in module.parameters()))
 
 
-def last_to_run(finished: list[str]) -> str | None:
+def _last_to_run(finished: list[str]) -> str | None:
     """The last layer whose call ended, of those that hold no other that ran; None if there is none."""
-    return next((name for name in reversed(finished) if not has_run_inside(name, finished)), None)
+    return next((name for name in reversed(finished) if not _has_run_inside(name, finished)), None)
 
 
-def has_run_inside(name: str, finished: list[str]) -> bool:
-    """True if a call of one of a module's own submodules is among those that ended."""
+def _has_run_inside(name: str, finished: list[str]) -> bool:
     prefix = f"{name}." if name else ""
     return any(other != name and other.startswith(prefix) for other in finished)
 
 
-def _watch(model: nn.Module, watched: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
-    """Names of the watched modules in the order in which their calls ended; the hooks live for this call only."""
+# ----------------------------------------------------------------------------------------------------------------------
+# Heads: layers whose outputs reach the network's past no further layer
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def random_head(
+    model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None, first: FirstBatch | None = None
+) -> str:
+    """Name of the layer that a last-layer posterior makes random.
+
+    It is found by a pass of one input, or of the inputs that `first` looks at, which is spared a pass of its own; of
+    the whole batch if the model does not take a part of it.
+
+    Raises:
+        InvalidArgument: No layer with parameters ran, or the last one is neither an `nn.Linear` nor a convolution.
+
+    Warns:
+        ApproximationWarning: There are several heads, or the features of an input depend on its batch.
+    """
+    _warn_of_batch_statistics(model)
+    rows = batches.tensors(x)
+    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+    few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.early(x, n_data)
+    seen = _last_and_heads(model, few, call)
+    if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong
+        try:
+            last = find_last_layer(model, few, forward_fn)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if ran_out(error):
+                raise
+            few, last = x, find_last_layer(model, x, forward_fn)
+        # Of a network that autograd cannot follow as a whole the last layer is all that is known.
+        seen = _last_and_heads(model, few, forward_fn) or (last, [last])
+    return require_linear(model, _head(*seen))
+
+
+def _warn_of_batch_statistics(model: nn.Module) -> None:
+    for name, module in named_modules_of(model):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None:
+            warn(
+                f"{name!r} normalises by the batch at hand, since it has no running statistics: the features of a "
+                "datum, and with them fits and predictions, depend on the data beside it. Use "
+                "track_running_stats=True, or another norm.",
+                ApproximationWarning,
+            )
+            return
+
+
+def _head(last: str, heads: list[str]) -> str:
+    """Name of the head that a last-layer posterior is of: the last one to run that reaches the outputs.
+
+    The last layer to run need not reach the outputs: an auxiliary head may run later.
+    """
+    name = heads[-1] if heads and last not in heads else last
+    others = [head for head in heads if head != name]
+    if others:
+        warn(
+            f"the network's outputs are put together from those of several layers, {_listed([*others, name])}: a last "
+            f"layer is one of them, here {name!r}, and what {_listed(others)} adds has no variance. Use "
+            "subset_of_weights='all', or 'subnetwork' with the indices that "
+            f"ModuleNameSubnetMask(model, {_listed([*others, name])}) selects; last_layer_name={name!r} says that this "
+            "layer alone is meant.",
+            ApproximationWarning,
+        )
+    return name
+
+
+def _listed(names: list[str]) -> str:
+    return str(names) if len(names) <= 4 else f"[{', '.join(map(repr, names[:3]))}, … {names[-1]!r}]"
+
+
+def _last_and_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> tuple[str, list[str]] | None:
+    """The last layer to run and the heads, of one pass; None where that fails, or no layer runs."""
+    try:
+        finished, heads = find_heads(model, x, forward_fn)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if ran_out(error):
+            raise
+        return None
+    last = _last_to_run(finished)
+    return None if last is None else (last, heads)
+
+
+def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> tuple[list[str], list[str]]:
+    """Names of the layers with parameters, and of the heads among them, in the order in which their calls ended.
+
+    In one forward pass the output of every layer with parameters is cut off from what it was computed of; the outputs
+    to which the network's has a gradient then are those of heads. Two of them are concatenated, added or otherwise
+    combined without parameters.
+
+    Raises:
+        UnsupportedError: A layer returns something other than tensors, tuples and lists.
+        RuntimeError: Autograd's own, of outputs without a gradient.
+    """
+    inner = unwrap(model)
     finished: list[str] = []
+    cuts: list[tuple[str, Tensor]] = []
 
-    def note(name: str, *_: object) -> None:
+    def cut(name: str, module: nn.Module, args: object, output: Any) -> Any:
         finished.append(name)
+        return output if _has_run_inside(name, finished) else _cut(output, lambda leaf: cuts.append((name, leaf)))
 
-    with ExitStack() as stack:
-        stack.enter_context(preserve_model(model))
-        for name, module in watched.items():
-            stack.callback(module.register_forward_hook(partial(note, name)).remove)
-        stack.enter_context(hooks_fire(model))
-        stack.enter_context(torch.no_grad())
-        run()
-    return finished
+    with _hooks(inner, cut), torch.enable_grad():
+        f = batches.latent((forward_fn or batches.call)(inner, x))
+        leaves = [leaf for _, leaf in cuts]
+        reached = torch.autograd.grad(f.sum(), leaves, allow_unused=True) if leaves else ()
+    names = [name for (name, _), gradient in zip(cuts, reached, strict=True) if gradient is not None]
+    return finished, list(dict.fromkeys(names))
+
+
+def _cut(output: Any, note: Callable[[Tensor], None]) -> Any:
+    """The same numbers without their graph."""
+    if isinstance(output, Tensor):
+        if not output.is_floating_point():
+            return output
+        leaf = output.detach().requires_grad_()
+        note(leaf)
+        return leaf.clone()  # that the network may write to
+    if type(output) in (list, tuple):
+        return type(output)(_cut(part, note) for part in output)
+    if output is None:
+        return None
+    raise UnsupportedError(f"a layer returned {type(output).__name__}; heads are found behind tensors alone.")

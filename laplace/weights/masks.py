@@ -6,10 +6,13 @@ has no place in it and is never selected.
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +20,18 @@ from torch.nn.utils import parameters_to_vector
 
 from laplace.core import batch as batches
 from laplace.core.arguments import CheckedConstructor
-from laplace.core.batch import Inputs
+from laplace.core.positions import as_rows
 from laplace.core.precision_policy import wide_dtype
+from laplace.core.random_numbers import drawn_seed
 from laplace.enums import Likelihood, LikelihoodName
-from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType, NotFittedError
 from laplace.likelihoods import Likelihood as LikelihoodObject
 from laplace.likelihoods import get_likelihood
+from laplace.network import next_token
+from laplace.network.misfits import called
 from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
-from laplace.weights.feature_extractor import network_of
-from laplace.weights.swag import MeanLoss, fit_diagonal_swag_var
+from laplace.weights.last_layer import network_of
 
 
 class SubnetMask(CheckedConstructor, ABC):
@@ -95,12 +100,23 @@ class SubnetMask(CheckedConstructor, ABC):
         Raises:
             InvalidArgument: It is not a binary vector of P integers or booleans.
         """
-        if not isinstance(subnet_mask, Tensor) or not _is_binary(subnet_mask, self._n_params):
-            raise InvalidArgument(
-                f"the subnetwork mask is {_described(subnet_mask)}; accepted is a tensor [{self._n_params}] of "
-                "booleans or integers 0 and 1, one per trainable parameter."
+        given = f"of type {type(subnet_mask).__name__}"
+        if isinstance(subnet_mask, Tensor):
+            integral = not (subnet_mask.is_floating_point() or subnet_mask.is_complex())
+            if (
+                subnet_mask.shape == (self._n_params,)
+                and integral
+                and bool(((subnet_mask == 0) | (subnet_mask == 1)).all())
+            ):
+                return subnet_mask.nonzero(as_tuple=True)[0]
+            given = (
+                f"a tensor of shape {list(subnet_mask.shape)} and dtype {subnet_mask.dtype} with values "
+                f"{subnet_mask.unique()[:5].tolist()}"
             )
-        return subnet_mask.nonzero(as_tuple=True)[0]
+        raise InvalidArgument(
+            f"the subnetwork mask is {given}; accepted is a tensor [{self._n_params}] of booleans or integers 0 and 1, "
+            "one per trainable parameter."
+        )
 
     @abstractmethod
     def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Tensor:
@@ -121,7 +137,7 @@ class WholeTensorSubnetMask(SubnetMask):
         return torch.cat(pieces)
 
     @abstractmethod
-    def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> Sequence[nn.Parameter]:
         """The tensors to select."""
 
 
@@ -140,9 +156,11 @@ class ParamNameSubnetMask(WholeTensorSubnetMask):
         super().__init__(model)
         known = dict(model.named_parameters(remove_duplicate=False))
         self.parameter_names = _known_names(parameter_names, known, "parameter_names")
-        _require_trainable(self.parameter_names, [known[name] for name in self.parameter_names])
+        frozen = [name for name in self.parameter_names if not known[name].requires_grad]
+        if frozen:
+            raise InvalidArgument(f"the parameters {frozen} are frozen; set requires_grad=True or leave them out.")
 
-    def _chosen(self, train_loader: Iterable[Any] | None) -> list[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> list[nn.Parameter]:
         known = dict(self.model.named_parameters(remove_duplicate=False))
         return [known[name] for name in self.parameter_names]
 
@@ -163,9 +181,16 @@ class ModuleNameSubnetMask(WholeTensorSubnetMask):
         known = dict(model.named_modules(remove_duplicate=False))
         self.module_names = _known_names(module_names, known, "module_names")
         for name in self.module_names:
-            _require_leaf(name, known[name])
+            module = known[name]
+            if any(True for _ in module.children()):
+                children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+                raise InvalidArgument(f"the module {name!r} is not a leaf; name its leaves, among {children}.")
+            if not any(p.requires_grad for p in module.parameters()):
+                raise InvalidArgument(
+                    f"the module {name!r} of type {type(module).__name__} has no trainable parameter; leave it out."
+                )
 
-    def _chosen(self, train_loader: Iterable[Any] | None) -> list[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> list[nn.Parameter]:
         return [p for name in self.module_names for p in self.model.get_submodule(name).parameters()]
 
 
@@ -187,10 +212,17 @@ class LastLayerSubnetMask(WholeTensorSubnetMask):
         self.dict_key_y = dict_key_y
         self._last_layer_name = None if last_layer_name is None else require_linear(model, last_layer_name)
 
-    def _chosen(self, train_loader: Iterable[Any] | None) -> list[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> list[nn.Parameter]:
         name = self._last_layer_name
         if name is None:
-            x, _ = batches.split(_first(require_loader(self, train_loader)), self.dict_key_y)
+            loader = _require_loader(self, train_loader)
+            with torch.random.fork_rng(devices=[]):  # from which a loader draws a seed
+                batch = next(iter(loader), None)
+            if batch is None:
+                raise InvalidData(
+                    "train_loader gave no data; the last layer is found by one batch, or by last_layer_name=."
+                )
+            x, _ = batches.split(batch, self.dict_key_y)
             name = find_last_layer(self.model, batches.to_device(x, self.parameter_vector.device))
         trainable = [p for p in unwrap(self.model).get_submodule(name).parameters() if p.requires_grad]
         if not trainable:
@@ -198,38 +230,10 @@ class LastLayerSubnetMask(WholeTensorSubnetMask):
         return trainable
 
 
-def require_loader(mask: SubnetMask, train_loader: Iterable[Any] | None) -> Iterable[Any]:
-    """The loader.
-
-    Raises:
-        InvalidArgument: It is None.
-    """
+def _require_loader(mask: SubnetMask, train_loader: Iterable[Any] | None) -> Iterable[Any]:
     if train_loader is None:
         raise InvalidArgument(f"{type(mask).__name__} looks at the data; call select(train_loader) with a loader.")
     return train_loader
-
-
-def _first(loader: Iterable[Inputs]) -> Inputs:
-    """The first batch; a loader draws a seed from the global random state, which is put back.
-
-    Raises:
-        InvalidData: There is none.
-    """
-    with torch.random.fork_rng(devices=[]):
-        for batch in loader:
-            return batch
-    raise InvalidData("train_loader gave no data; the last layer is found by one batch, or by last_layer_name=.")
-
-
-def _is_binary(mask: Tensor, n_params: int) -> bool:
-    integral = not (mask.is_floating_point() or mask.is_complex())
-    return mask.shape == (n_params,) and integral and bool(((mask == 0) | (mask == 1)).all())
-
-
-def _described(mask: object) -> str:
-    if not isinstance(mask, Tensor):
-        return f"of type {type(mask).__name__}"
-    return f"a tensor of shape {list(mask.shape)} and dtype {mask.dtype} with values {mask.unique()[:5].tolist()}"
 
 
 def _known_names(names: Sequence[str], known: dict[str, Any], argument: str) -> list[str]:
@@ -241,22 +245,6 @@ def _known_names(names: Sequence[str], known: dict[str, Any], argument: str) -> 
             f"accepted are one or more of {[name for name in known if name]}."
         )
     return listed
-
-
-def _require_trainable(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    frozen = [name for name, parameter in zip(names, parameters, strict=True) if not parameter.requires_grad]
-    if frozen:
-        raise InvalidArgument(f"the parameters {frozen} are frozen; set requires_grad=True or leave them out.")
-
-
-def _require_leaf(name: str, module: nn.Module) -> None:
-    if any(True for _ in module.children()):
-        children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-        raise InvalidArgument(f"the module {name!r} is not a leaf; name its leaves, among {children}.")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise InvalidArgument(
-            f"the module {name!r} of type {type(module).__name__} has no trainable parameter; leave it out."
-        )
 
 
 # Subnetwork masks by what a parameter is called, where it lives, or whatever a function says of it.
@@ -281,19 +269,16 @@ class RegexSubnetMask(WholeTensorSubnetMask):
             self.pattern = re.compile(pattern)
         except (re.error, TypeError) as error:
             raise InvalidArgument(f"pattern={pattern!r} is not a regular expression: {error}.") from error
-        if not self._matching():
+        if not self._chosen():
             names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
             raise InvalidArgument(
                 f"pattern={self.pattern.pattern!r} matches none of the trainable parameters {names}; it is searched "
                 "for anywhere in the name."
             )
 
-    def _matching(self) -> list[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> list[nn.Parameter]:
         named = self.model.named_parameters(remove_duplicate=False)
         return [p for name, p in named if p.requires_grad and self.pattern.search(name)]
-
-    def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
-        return self._matching()
 
 
 class ModuleTypeSubnetMask(WholeTensorSubnetMask):
@@ -314,19 +299,16 @@ class ModuleTypeSubnetMask(WholeTensorSubnetMask):
         if not all(isinstance(one, type) and issubclass(one, nn.Module) for one in listed):
             raise InvalidType(f"module_types={module_types!r}; accepted are classes of modules, such as nn.LayerNorm.")
         self.module_types = listed
-        if not any(p.requires_grad for p in self._matching()):
+        if not any(p.requires_grad for p in self._chosen()):
             known = sorted({type(m).__qualname__ for m in model.modules() if any(True for _ in m.parameters())})
             raise InvalidArgument(
                 f"module_types={[one.__qualname__ for one in listed]}: no module of these types has a trainable "
                 f"parameter; modules with parameters are of the types {known}."
             )
 
-    def _matching(self) -> list[nn.Parameter]:
+    def _chosen(self, train_loader: Iterable[Any] | None = None) -> list[nn.Parameter]:
         modules = [module for module in self.model.modules() if isinstance(module, self.module_types)]
         return [parameter for module in modules for parameter in module.parameters()]
-
-    def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
-        return self._matching()
 
 
 class CallableSubnetMask(SubnetMask):
@@ -371,19 +353,6 @@ class CallableSubnetMask(SubnetMask):
 
 
 # Subnetwork masks that keep the n parameters with the largest score.
-
-
-class VarianceModel(Protocol):
-    """The part of a diagonal Laplace approximation that `LargestVarianceDiagLaplaceSubnetMask` needs."""
-
-    def fit(self, train_loader: Iterable[Any]) -> object:
-        """Fits the posterior."""
-        ...
-
-    @property
-    def posterior_variance(self) -> Tensor:
-        """Marginal variances of the trainable parameters, `[P]`."""
-        ...
 
 
 class ScoreBasedSubnetMask(SubnetMask):
@@ -468,7 +437,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
         diag_laplace_model: A `DiagLaplace` of the same network; it is fitted by `select`.
     """
 
-    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: VarianceModel) -> None:
+    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Any) -> None:
         super().__init__(model, n_params_subnet)
         self.diag_laplace_model = diag_laplace_model
 
@@ -478,7 +447,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
         Raises:
             InvalidArgument: No loader is given.
         """
-        self.diag_laplace_model.fit(require_loader(self, train_loader))
+        self.diag_laplace_model.fit(_require_loader(self, train_loader))
         return self.diag_laplace_model.posterior_variance
 
 
@@ -523,7 +492,7 @@ class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
         """
         return fit_diagonal_swag_var(
             self.model,
-            require_loader(self, train_loader),
+            _require_loader(self, train_loader),
             self.criterion,
             n_snapshots_total=self.swag_n_snapshots,
             snapshot_freq=self.swag_snapshot_freq,
@@ -531,3 +500,141 @@ class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
             generator=self._generator,
             rules=self.criterion.likelihood,
         )
+
+
+# Diagonal SWAG: variances of the weights along further training with a constant learning rate.
+#
+# After Maddox et al., "A Simple Baseline for Bayesian Uncertainty in Deep Learning" (2019).
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The mean of −log p(y | f) over the targets that are not ignored, without constants: for any likelihood.
+
+    Outputs that are independent are targets of their own, as in PyTorch's losses, and a noise is σ² = ½: of a
+    classification it is the cross-entropy, of a regression the mean squared error.
+
+    Attributes:
+        likelihood: p(y | f).
+    """
+
+    likelihood: LikelihoodObject
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        """The mean, 0-dim, of outputs `[B, C]`, or with positions, and targets as a loader gives them; 0 without any.
+
+        Raises:
+            InvalidData: Targets that do not fit the likelihood.
+        """
+        f, y = as_rows(f, y, None)
+        y = self.likelihood.check_targets(f, y)
+        terms = self.likelihood.loss_terms(f, y)
+        scale = self.likelihood.curvature_scale("ggn", terms.new_tensor(0.5).sqrt(), terms.new_ones(()))
+        count = torch.as_tensor(self.likelihood.count(f, y), dtype=terms.dtype, device=terms.device)
+        n_targets = count * f.shape[1] if self.likelihood.independent_outputs else count
+        return (scale * terms).sum() / torch.where(count > 0, n_targets, 1.0)
+
+
+def fit_diagonal_swag_var(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    n_snapshots_total: int = 40,
+    snapshot_freq: int = 1,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    weight_decay: float = 3e-4,
+    min_var: float = 1e-30,
+    dict_key_y: str = "labels",
+    generator: torch.Generator | None = None,
+    rules: next_token.TargetRules | None = None,
+) -> Tensor:
+    """Trains a copy of the model by SGD and returns the variance of its trainable parameters over the snapshots.
+
+    Args:
+        model: The network; it is copied, not written to.
+        train_loader: Batches, pairs or mappings; iterated once per epoch.
+        criterion: Mean loss of outputs and targets.
+        n_snapshots_total: Number of snapshots S.
+        snapshot_freq: Epochs between snapshots; `S * snapshot_freq` epochs are run.
+        lr: Constant learning rate.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
+        min_var: Lower bound of the variances.
+        dict_key_y: Key of the targets in batches that are mappings.
+        generator: Seeds dropout and the loader's shuffling; the global random state, which is put back, if None.
+        rules: The likelihood, which knows the form of targets in mappings and the label that is ignored, if there is
+            one.
+
+    Returns:
+        Variances `(1/S) Σ_s (θ_s − θ̄)²`, `[P]`, at least `min_var`.
+
+    Raises:
+        InvalidArgument: S or the frequency is not a positive integer, or nothing is trainable.
+        InvalidData: A loader without data.
+        CurvatureError: The training diverged.
+    """
+    for name, value in {"n_snapshots_total": n_snapshots_total, "snapshot_freq": snapshot_freq}.items():
+        if value < 1:
+            raise InvalidArgument(f"{name}={value}; accepted is an integer of at least 1.")
+    with _seeded(model, generator):
+        learner = copy.deepcopy(unwrap(model)).train()
+        trained = [p for p in learner.parameters() if p.requires_grad]
+        if not trained:
+            raise InvalidArgument("the model has no trainable parameter; set requires_grad=True for some.")
+        optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        moments = _Moments(parameters_to_vector(trained).detach())
+        for epoch in range(1, n_snapshots_total * snapshot_freq + 1):
+            _train_epoch(learner, train_loader, criterion, optimizer, dict_key_y, rules)
+            if epoch % snapshot_freq == 0:
+                moments.update(parameters_to_vector(trained).detach())
+    variance = moments.squares / moments.count
+    if not bool(torch.isfinite(variance).all()):
+        raise CurvatureError("the SWAG training diverged to NaN or infinite weights; pass a smaller lr (swag_lr).")
+    return variance.clamp(min=min_var)
+
+
+class _Moments:
+    """Running mean and variance after Welford, which loses no digits where E[θ²] − E[θ]² cancels."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.count = 0
+        self.mean = torch.zeros_like(like)
+        self.squares = torch.zeros_like(like)
+
+    def update(self, value: Tensor) -> None:
+        self.count += 1
+        step = value - self.mean
+        self.mean = self.mean + step / self.count
+        self.squares = self.squares + step * (value - self.mean)
+
+
+def _train_epoch(
+    model: nn.Module,
+    loader: Iterable[Any],
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    dict_key_y: str,
+    rules: next_token.TargetRules | None,
+) -> None:
+    device, empty = next(model.parameters()).device, True
+    with torch.enable_grad():
+        for batch in loader:
+            x, y = next_token.split(batch, dict_key_y, model, rules)
+            empty = False
+            optimizer.zero_grad()
+            f = batches.latent(called(model, None, batches.to_device(x, device)))
+            criterion(f, y.to(device)).backward()
+            optimizer.step()
+    if empty:
+        raise InvalidData("train_loader gave no data; without training there are no snapshots to take a variance of.")
+
+
+@contextmanager
+def _seeded(model: nn.Module, generator: torch.Generator | None) -> Iterator[None]:
+    """A random state of its own for the training."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        if generator is not None:
+            torch.manual_seed(drawn_seed(generator))
+        yield

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.weights.feature_extractor import FeatureExtractor
+from laplace.weights.last_layer import FeatureExtractor
 
 
 class Tokens(nn.Module):

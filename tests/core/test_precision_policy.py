@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[2] / "laplace"
 HOME = "core/precision_policy.py"
 TABLES = {
     "engines/native/proof.py": "how closely derivatives agree, by dtype",
-    "refinement/refiner.py": "how closely a minimum is found, by dtype",
+    "refinement/linear_model.py": "how closely a minimum is found, by dtype",
     "network/misfits.py": "the method that casts to a dtype, by dtype",
 }
 """Tables of dtypes, which name them all."""

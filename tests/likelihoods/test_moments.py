@@ -18,7 +18,7 @@ from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.poisson import log_normal_moments
 from laplace.likelihoods.targets import TargetMoments
 from laplace.metrics import gaussian_crps
-from laplace.tuning.objectives import find_score
+from laplace.tuning.losses import find_score
 from tests import grid
 from tests.reference import likelihoods as reference
 from tests.reference.compare import assert_close

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,9 @@ from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.metrics import gaussian_nll, nll
 from laplace.tuning import Predictive, Thresholds
-from laplace.tuning.gradient_loss import SmoothLoss
-from laplace.tuning.group import negative_evidence
-from laplace.tuning.objectives import make_objective
+from laplace.tuning.losses import Validation
+from laplace.tuning.objectives import Evidence, SmoothLoss
 from laplace.tuning.search import Coordinates
-from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts
 from tests.reference.compare import assert_close
@@ -94,8 +93,8 @@ def test_gradient_of_a_validation_loss(likelihood: str, objective: str, link: st
     names = ("prior_precision", "sigma_noise") if likelihood == "regression" else ("prior_precision", "temperature")
     group = mixture._group
     data = Validation(validation(likelihood), [x for x, _ in validation(likelihood)], 0.4)
-    scored = ValidationLoss(make_objective(objective, mixture.likelihood_object), data, Predictive("glm", link, 20))
-    loss = SmoothLoss(group, Coordinates(names, group.hypers(())), scored)
+    coordinates = Coordinates(names, group.hypers(()))
+    loss = partial(SmoothLoss(group, objective, data, Predictive("glm", link, 20)).gradient, coordinates)
     at = torch.tensor([0.3, -0.2], dtype=torch.float64)
     assert_close(loss(at)[1], slopes(lambda logs: loss(logs)[0], at), "finite_difference")
 
@@ -117,7 +116,7 @@ def test_evidence_climbs_that_of_the_mixture() -> None:
     assert_close(mixture.log_marginal_likelihood(), result.value, "algebra")
     assert mixture.log_marginal_likelihood() > before
     coordinates = Coordinates(("prior_precision", "sigma_noise"), mixture._group.hypers(()))
-    evaluate = negative_evidence(mixture._group, coordinates)
+    evaluate = partial(Evidence(mixture._group).gradient, coordinates)
     at = coordinates.vector() + 0.3
     assert_close(evaluate(at)[1], slopes(lambda logs: evaluate(logs)[0], at), "finite_difference")
     for la in mixture.components:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData, StateError, UnsupportedError
 from laplace.structures import STRUCTURES
+from laplace.training import TaskMemory
 from laplace.training.continual import TaskFit, continual_training, quadratic_penalty, train_task
-from laplace.training.task_memory import TaskMemory
 from tests import grid
 from tests.reference import curvature, kfac
 from tests.reference.compare import assert_close

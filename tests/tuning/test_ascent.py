@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.tuning.search import BOUND, Evaluate, minimise
+from laplace.tuning.search import BOUND, Evaluate, SearchOptions, minimise
 from tests.reference.compare import assert_close
 from tests.versions import newer_torch
 
@@ -33,7 +33,7 @@ def smooth(logs: Tensor) -> tuple[float, Tensor]:
 
 @both
 def test_the_minimum_is_found(method: str) -> None:
-    search = minimise(smooth, START, method=method, n_steps=400, lr=0.1, tolerance=1e-6)
+    search = minimise(smooth, START, SearchOptions(method=method, n_steps=400, lr=0.1, tolerance=1e-6))
     torch.testing.assert_close(search.best, AT, atol=1e-5, rtol=0)
     assert search.converged
     assert search.best_value == pytest.approx(3, abs=1e-10) == min(search.values)
@@ -41,12 +41,12 @@ def test_the_minimum_is_found(method: str) -> None:
 
 
 def test_lbfgs_needs_few_evaluations() -> None:
-    assert len(minimise(smooth, START, method="lbfgs", **OPTIONS).values) < 30
+    assert len(minimise(smooth, START, SearchOptions(method="lbfgs", **OPTIONS)).values) < 30
 
 
 @both
 def test_too_few_steps_are_no_convergence(method: str) -> None:
-    search = minimise(smooth, START, method=method, n_steps=2, lr=0.1, tolerance=1e-8)
+    search = minimise(smooth, START, SearchOptions(method=method, n_steps=2, lr=0.1, tolerance=1e-8))
     assert not search.converged
     assert search.best_value == min(search.values)
 
@@ -54,7 +54,7 @@ def test_too_few_steps_are_no_convergence(method: str) -> None:
 @both
 def test_the_start_is_kept_where_every_step_is_worse(method: str) -> None:
     """With a gradient of the wrong sign."""
-    search = minimise(lambda logs: (smooth(logs)[0], -smooth(logs)[1]), START, method=method, **OPTIONS)
+    search = minimise(lambda logs: (smooth(logs)[0], -smooth(logs)[1]), START, SearchOptions(method=method, **OPTIONS))
     assert torch.equal(search.best, START)
     assert search.best_value == smooth(START)[0]
 
@@ -68,7 +68,7 @@ def test_values_that_are_not_finite_are_stepped_back_from(method: str, bad: floa
         value, gradient = smooth(logs)
         return (bad, gradient * math.nan) if logs[1] < -2.05 else (value, gradient)
 
-    search = minimise(fenced, START, method=method, n_steps=400, lr=0.3, tolerance=1e-4)
+    search = minimise(fenced, START, SearchOptions(method=method, n_steps=400, lr=0.3, tolerance=1e-4))
     assert search.best_value == pytest.approx(3, abs=1e-2)
     assert search.bad == sum(not math.isfinite(value) for value in search.values)
 
@@ -82,7 +82,7 @@ def test_nothing_finite(method: str) -> None:
         return math.nan, logs
 
     with pytest.raises(InvalidArgument, match="not finite"):
-        minimise(nowhere, START, method=method, **OPTIONS)
+        minimise(nowhere, START, SearchOptions(method=method, **OPTIONS))
     assert len(calls) == 1
 
 
@@ -91,20 +91,20 @@ def test_a_function_without_a_minimum_ends_at_the_bound(method: str) -> None:
     def falling(logs: Tensor) -> tuple[float, Tensor]:
         return -logs.sum().item(), -torch.ones_like(logs)
 
-    search = minimise(falling, START, method=method, n_steps=400, lr=0.5, tolerance=0.0)
+    search = minimise(falling, START, SearchOptions(method=method, n_steps=400, lr=0.5, tolerance=0.0))
     assert search.at_bound()
     assert search.best_value == pytest.approx(-2 * BOUND)
 
 
 def test_a_start_beyond_the_bound_is_no_error() -> None:
-    search = minimise(smooth, START + 30, method="lbfgs", **OPTIONS)
+    search = minimise(smooth, START + 30, SearchOptions(method="lbfgs", **OPTIONS))
     assert search.best_value < smooth(START + 30)[0]
 
 
 @both
 def test_flat(method: str) -> None:
     level: Evaluate = lambda logs: (2.0, torch.zeros_like(logs))  # noqa: E731
-    search = minimise(level, START, method=method, n_steps=5, lr=0.1, tolerance=0.0)
+    search = minimise(level, START, SearchOptions(method=method, n_steps=5, lr=0.1, tolerance=0.0))
     assert search.slope == 0
     assert not search.at_bound()
 
@@ -123,7 +123,7 @@ def test_flat(method: str) -> None:
 )
 def test_arguments(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
-        minimise(smooth, START, **({"method": "adam", **OPTIONS} | wrong))  # pyright: ignore
+        SearchOptions(**({"method": "adam", **OPTIONS} | wrong))  # pyright: ignore
 
 
 def test_adam_takes_the_steps_of_pytorch() -> None:
@@ -135,7 +135,7 @@ def test_adam_takes_the_steps_of_pytorch() -> None:
         return float((logs - optimum) @ gradient / 2), gradient
 
     start = torch.zeros(6, dtype=torch.float64)
-    search = minimise(evaluate, start, method="adam", n_steps=50, lr=0.1, tolerance=0.0)
+    search = minimise(evaluate, start, SearchOptions(method="adam", n_steps=50, lr=0.1, tolerance=0.0))
     logs = start.clone().requires_grad_()
     optimizer, values = torch.optim.Adam([logs], lr=0.1), []
     for _ in range(51):

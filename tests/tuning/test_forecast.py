@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import CalibrationWarning
-from laplace.tuning.forecast import held_out_losses
+from laplace.tuning.held_out import held_out_losses
 
 N, D, C = 120, 60, 4
 
@@ -103,7 +103,7 @@ def test_results_and_random_states_are_those_without_it(monkeypatch: pytest.Monk
         first.optimize_prior_precision(generator=generator)
     assert torch.equal(state[0], torch.get_rng_state()) and torch.equal(state[1], generator.get_state())
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-    monkeypatch.setattr("laplace.tuning.forecast.warn_if_worse", lambda tuned: None)
+    monkeypatch.setattr("laplace.tuning.held_out.warn_if_worse", lambda tuned: None)
     second = fitted(model, x, y)
     second.optimize_prior_precision()
     assert torch.equal(first.prior_precision, second.prior_precision)

@@ -12,8 +12,8 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods import get_likelihood
 from laplace.metrics import brier, expected_calibration_error, gaussian_crps, gaussian_nll, mean_confidence, nll
 from laplace.tuning import Thresholds
-from laplace.tuning.objectives import Running, find_score, make_objective
-from laplace.tuning.validation import entropy_of
+from laplace.tuning.losses import Running, entropy_of, find_score
+from laplace.tuning.objectives import make_loss
 from tests.reference.compare import assert_close
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def test_classes(name: str, ignored: bool) -> None:
     y = LABELS.index_fill(0, torch.tensor([2, 7]), -100) if ignored else LABELS
     metric = {"nll": nll, "brier": brier, "ece": expected_calibration_error}[name]
     expected = torch.stack([metric(p, y) for p in probs])
-    objective = make_objective(name, get_likelihood("classification"))
+    objective = make_loss(name, get_likelihood("classification"))
     assert_close(run(objective.fresh(), probs, y), expected, "algebra")
     alone = torch.stack([run(objective.fresh(), p, y) for p in probs])
     assert_close(alone, expected, "algebra")
@@ -98,7 +98,7 @@ def test_classes(name: str, ignored: bool) -> None:
 def test_binary_targets() -> None:
     probs, likelihood = LOGITS.sigmoid(), get_likelihood("bernoulli")
     brier_score = (probs - BITS).square().sum(-1).mean(-1)
-    assert_close(run(make_objective("brier", likelihood).fresh(), probs, BITS), brier_score, "algebra")
+    assert_close(run(make_loss("brier", likelihood).fresh(), probs, BITS), brier_score, "algebra")
     entropy = torch.distributions.Bernoulli(probs).entropy().sum(-1).mean(-1)
     assert_close(run(entropy_of(likelihood).fresh(), probs, BITS), entropy, "algebra")
 
@@ -107,7 +107,7 @@ def test_real_targets() -> None:
     likelihood, total = get_likelihood("regression"), VARIANCES + SIGMA**2
     for name, metric in (("crps", gaussian_crps), ("nll", gaussian_nll)):
         expected = torch.stack([metric(m, v, TARGETS) for m, v in zip(LOGITS, total, strict=True)])
-        running = make_objective(name, likelihood).fresh()
+        running = make_loss(name, likelihood).fresh()
         assert_close(run(running, (LOGITS, VARIANCES), TARGETS, SIGMA), expected, "algebra", label=name)
     entropy = torch.distributions.Normal(LOGITS, total.sqrt()).entropy().sum(-1).mean(-1)
     running = entropy_of(likelihood).fresh()
@@ -123,7 +123,7 @@ def test_entropy_of_classes() -> None:
 @pytest.mark.parametrize(("confidence", "limit"), [(0.5, None), (None, 0.6), (0.6, 0.5), (0.1, 5.0)])
 def test_shortfall_of_thresholds(confidence: float | None, limit: float | None) -> None:
     probs = LOGITS.softmax(-1)
-    found = run(make_objective(Thresholds(confidence, limit), get_likelihood("classification")).fresh(), probs, LABELS)
+    found = run(make_loss(Thresholds(confidence, limit), get_likelihood("classification")).fresh(), probs, LABELS)
     for p, missed in zip(probs, found.tolist(), strict=True):
         expected = 0.0
         if confidence is not None:
@@ -149,7 +149,7 @@ def test_a_certain_prediction_has_a_finite_slope_of_the_entropy() -> None:
 )
 def test_scores_without_a_meaning(name: object, likelihood: str) -> None:
     with pytest.raises(UnsupportedError, match=likelihood):
-        make_objective(name, get_likelihood(likelihood))
+        make_loss(name, get_likelihood(likelihood))
 
 
 @pytest.mark.parametrize("options", [{}, {"confidence": 1.0}, {"confidence": 0.0}, {"brier": 0.0}])
@@ -161,4 +161,4 @@ def test_thresholds_out_of_range(options: dict[str, float]) -> None:
 @pytest.mark.parametrize("loss", ["accuracy", 3, [1]])
 def test_what_is_no_objective(loss: object) -> None:
     with pytest.raises(InvalidArgument, match="'crps'"):
-        make_objective(loss, get_likelihood("classification"))
+        make_loss(loss, get_likelihood("classification"))

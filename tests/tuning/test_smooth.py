@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,9 @@ from laplace.errors import InvalidArgument, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
 from laplace.tuning.candidates import Predictive
-from laplace.tuning.gradient_loss import SmoothLoss
-from laplace.tuning.group import negative_evidence
-from laplace.tuning.objectives import make_objective
+from laplace.tuning.losses import Validation
+from laplace.tuning.objectives import Evidence, SmoothLoss
 from laplace.tuning.search import Coordinates, Evaluate
-from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.reference.compare import assert_close
 
@@ -71,14 +70,18 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
         for prior in priors(la):
             la.prior_precision = prior
             coordinates = Coordinates(names(likelihood), la._group.hypers(()))
-            check(negative_evidence(la._group, coordinates), coordinates.vector())
+            check(partial(Evidence(la._group).gradient, coordinates), coordinates.vector())
 
 
-def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool) -> SmoothLoss:
+def smooth(
+    la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool
+) -> tuple[Evaluate, Tensor]:
+    """The loss, and where it begins."""
     outside = [torch.cat([x for x, _ in batches(likelihood, seed=5)])] if foreign else None
     data = Validation(batches(likelihood, seed=11), outside, 0.4)
-    scored = ValidationLoss(make_objective(objective, la.likelihood_object), data, Predictive("glm", link, 20))
-    return SmoothLoss(la._group, Coordinates(names(likelihood), la._group.hypers(())), scored)
+    coordinates = Coordinates(names(likelihood), la._group.hypers(()))
+    loss = SmoothLoss(la._group, objective, data, Predictive("glm", link, 20))
+    return partial(loss.gradient, coordinates), coordinates.vector()
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
@@ -88,8 +91,7 @@ def test_joint_gradient_of_a_regression_loss(weights: str, structure: str) -> No
         # Of many terms the basis turns with their weights, under every prior; of one it does not.
         for prior in priors(la) if noise is NOISE else priors(la)[1:2]:
             la.prior_precision = prior
-            loss = smooth(la, "regression", objective, "probit", foreign=True)
-            check(loss, loss.coordinates.vector())
+            check(*smooth(la, "regression", objective, "probit", foreign=True))
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
@@ -98,8 +100,7 @@ def test_joint_gradient_of_a_classification_loss(weights: str, structure: str) -
     la = fitted(weights, structure, temperature=1.3)
     for prior, objective, link in zip(priors(la), ("nll", "brier", "nll"), ("probit", "bridge", "mc"), strict=True):
         la.prior_precision = prior
-        loss = smooth(la, "classification", objective, link, foreign=True)
-        check(loss, loss.coordinates.vector())
+        check(*smooth(la, "classification", objective, link, foreign=True))
 
 
 @pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
@@ -107,21 +108,18 @@ def test_joint_gradient_of_a_classification_loss(weights: str, structure: str) -
 def test_joint_gradient_of_other_likelihoods(weights: str, structure: str, likelihood: str) -> None:
     la = fitted(weights, structure, likelihood, temperature=1.3)
     for objective in ("nll", "brier"):
-        loss = smooth(la, likelihood, objective, "probit", foreign=True)
-        check(loss, loss.coordinates.vector())
+        check(*smooth(la, likelihood, objective, "probit", foreign=True))
 
 
 def test_gradient_with_damping() -> None:
     la = fitted("all", "kron", damping=True, prior_precision=0.7)
-    loss = smooth(la, "classification", "nll", "probit", foreign=False)
-    check(loss, loss.coordinates.vector())
+    check(*smooth(la, "classification", "nll", "probit", foreign=False))
 
 
 def test_gradient_of_the_calibration_error() -> None:
     """Between the jumps, where a prediction changes its bin."""
     la = fitted("all", "kron", prior_precision=0.7)
-    loss = smooth(la, "classification", "ece", "probit", foreign=False)
-    check(loss, loss.coordinates.vector())
+    check(*smooth(la, "classification", "ece", "probit", foreign=False))
 
 
 def test_gradient_of_a_user_s_function() -> None:
@@ -132,15 +130,14 @@ def test_gradient_of_a_user_s_function() -> None:
         total = covariance + 0.3 * torch.eye(3, dtype=y.dtype)
         return -torch.distributions.MultivariateNormal(mean, total).log_prob(y).mean()
 
-    evaluate = smooth(la, "regression", loss, "probit", foreign=False)
-    check(evaluate, evaluate.coordinates.vector())
+    check(*smooth(la, "regression", loss, "probit", foreign=False))
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
 def test_the_value_is_that_of_the_grid(weights: str, structure: str) -> None:
     for likelihood, objective in (("classification", "brier"), ("regression", "crps")):
         la = fitted(weights, structure, likelihood, prior_precision=0.7, temperature=1.3)
-        value, _ = smooth(la, likelihood, objective, "probit", foreign=True)(
+        value, _ = smooth(la, likelihood, objective, "probit", foreign=True)[0](
             torch.cat([t.reshape(-1) for t in (la.prior_precision, la.sigma_noise, la.temperature)]).log()
             if likelihood == "regression"
             else torch.cat([t.reshape(-1) for t in (la.prior_precision, la.temperature)]).log()
@@ -168,7 +165,7 @@ def test_solving_by_the_root_of_samples(weights: str, structure: str) -> None:
 
 
 def evidence_at(la: ParametricLaplace, logs: Tensor, coordinates: Coordinates) -> float:
-    return -negative_evidence(la._group, coordinates)(logs)[0]
+    return -Evidence(la._group).gradient(coordinates, logs)[0]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from laplace.utils import ModuleNameSubnetMask
 from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import ApproximationWarning
-from laplace.weights.heads import find_heads
+from laplace.weights.discovery import find_heads
+from laplace.weights.masks import ModuleNameSubnetMask
 from tests import grid
 from tests.reference.compare import assert_close
 
@@ -163,7 +163,7 @@ ONE_HEAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_networks_with_one_head_are_not_warned_of(name: str) -> None:
     make, head = ONE_HEAD[name]
     model = make()
-    assert find_heads(model, X) == [head]
+    assert find_heads(model, X)[1] == [head]
     la = Laplace(model, "classification")
     la.fit(grid.batches())
     assert la.last_layer_name == head

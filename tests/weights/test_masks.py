@@ -21,8 +21,8 @@ from laplace.weights.masks import (
     ParamNameSubnetMask,
     RandomSubnetMask,
     SubnetMask,
+    fit_diagonal_swag_var,
 )
-from laplace.weights.swag import fit_diagonal_swag_var
 
 
 @pytest.fixture

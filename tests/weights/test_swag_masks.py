@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods import LIKELIHOODS, Categorical, LikelihoodFromLoss, get_likelihood
-from laplace.weights.masks import LargestVarianceSWAGSubnetMask
-from laplace.weights.swag import MeanLoss, fit_diagonal_swag_var
+from laplace.weights.masks import LargestVarianceSWAGSubnetMask, MeanLoss, fit_diagonal_swag_var
 from tests import problems as catalogue
 from tests.problems import Problem
 from tests.reference import likelihoods as reference

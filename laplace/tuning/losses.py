@@ -1,0 +1,452 @@
+"""Losses of predictions, fed batch by batch (small is good), and the validation data that they are losses on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.positions import rows_that_count, target_rows
+from laplace.core.precision_policy import widened
+from laplace.core.processes import Processes
+from laplace.core.progress import DataBar
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.fitting import without_padding
+from laplace.fitting.content import ContentReader, warn_of_training_data
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.checks import check_outputs
+from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of
+from laplace.metrics import RunningMetric, accepted_by
+from laplace.network import next_token
+from laplace.posterior.posterior import Posterior
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scores of predictions, per input and for many candidates at once; every one is differentiable
+# ----------------------------------------------------------------------------------------------------------------------
+#
+# Predictions of one candidate are `[B, C]`, of n candidates `[n, B, C]`; scores `[B]` and `[n, B]`. What a score means
+# is known to the likelihood's target.
+
+
+Prediction = Summary
+
+
+def negative_log_density(likelihood: Likelihood, prediction: Prediction, y: Tensor, sigma: Tensor) -> Tensor:
+    """−log p(y | x, D), in nats: of every likelihood that defines `predictive_nll`."""
+    mean, variance = mean_of(prediction), variance_of(prediction)
+    if mean.ndim == 2:
+        return likelihood.predictive_nll(mean, variance, y, sigma)
+    n, n_data = mean.shape[:2]
+    repeated = y.repeat(n, *(1,) * (y.ndim - 1))  # candidates are rows like any other
+    variance = None if variance is None else variance.flatten(0, 1)
+    return likelihood.predictive_nll(mean.flatten(0, 1), variance, repeated, sigma).view(n, n_data)
+
+
+def find_score(name: str, likelihood: Likelihood) -> Score:
+    """A score of a likelihood's predictions.
+
+    Raises:
+        UnsupportedError: It has no meaning for this target.
+    """
+    scores = {"nll": negative_log_density, **likelihood.target.scores}
+    if name not in scores:
+        raise UnsupportedError(
+            f"{name!r} has no meaning for likelihood={likelihood.name!r}, whose target_kind is "
+            f"{likelihood.target_kind!r}; its scores are {[*scores]}. Use one of them, or a loss of your own."
+        )
+    return scores[name]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses over all batches
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Running(ABC):
+    """A loss of one candidate, or of n candidates whose predictions are `[n, B, C]`; a graph is kept."""
+
+    @abstractmethod
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        """Takes in one batch: predictions, checked targets and the noise, 0-dim or `[C]`."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The loss over all batches, 0-dim or `[n]`."""
+
+    @abstractmethod
+    def scores(self) -> list[MeanScore]:
+        """The means of scores that the loss is made of, to which those of other processes' data can be added."""
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How a loss is computed.
+
+    Attributes:
+        name: For messages.
+        fresh: Makes a running loss that has seen nothing.
+        many: Whether it takes the predictions of many candidates at once.
+        whole_covariance: Whether regressions hand it `[B, C, C]`, the variance that users' predictions have.
+        thresholds: Whether 0 is what is looked for, and the smallest candidate with it.
+    """
+
+    name: str
+    fresh: Callable[[], Running]
+    many: bool = True
+    whole_covariance: bool = False
+    thresholds: bool = False
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Objective of tuning: the smallest prior precision at which predictions are confident and accurate enough.
+
+    From Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4. They set `confidence`
+    slightly below the accuracy of the network on the validation data.
+
+    Attributes:
+        confidence: Smallest acceptable mean confidence on the validation data, in (0, 1), or None.
+        brier: Largest acceptable Brier score, or None.
+
+    Raises:
+        InvalidArgument: Neither is given, or one is out of range.
+    """
+
+    confidence: float | None = None
+    brier: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.confidence is None and self.brier is None:
+            raise InvalidArgument("Thresholds() has none; give confidence=, brier= or both.")
+        if self.confidence is not None and not 0 < self.confidence < 1:
+            raise InvalidArgument(f"confidence={self.confidence}; a mean confidence lies between 0 and 1.")
+        if self.brier is not None and not self.brier > 0:
+            raise InvalidArgument(f"brier={self.brier}; a Brier score is positive.")
+
+
+class MeanScore(Running):
+    """Mean of a score over the data, in its dimension `dim`, whose label is not ignored."""
+
+    def __init__(self, score: Score, likelihood: Likelihood, dim: int = -1) -> None:
+        self.score = score
+        self.likelihood = likelihood
+        self.dim = dim
+        self.total: Tensor | float = 0.0
+        self.count = 0
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        values = self.score(self.likelihood, prediction, y, sigma)
+        ignored = self.likelihood.ignore_index
+        if ignored is not None and y.shape == (values.shape[self.dim],):
+            values = values.index_select(self.dim, (y != ignored).nonzero().flatten())
+        self.total = self.total + widened(values).sum(self.dim)
+        self.count += values.shape[self.dim]
+
+    def result(self) -> Tensor:
+        return torch.as_tensor(self.total) / self.count if self.count else torch.tensor(torch.nan)
+
+    def scores(self) -> list[MeanScore]:
+        return [self]
+
+
+class CalibrationError(Running):
+    """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3)."""
+
+    def __init__(self, binned_gaps: Score, likelihood: Likelihood) -> None:
+        # Gaps between accuracy and confidence, each in its bin, `[..., B, M]`.
+        self.gaps = MeanScore(binned_gaps, likelihood, dim=-2)
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        self.gaps.update(prediction, y, sigma)
+
+    def result(self) -> Tensor:
+        return self.gaps.result().abs().sum(-1)
+
+    def scores(self) -> list[MeanScore]:
+        return [self.gaps]
+
+
+class Shortfall(Running):
+    """The amount by which thresholds are missed: 0 where they are met."""
+
+    def __init__(self, thresholds: Thresholds, likelihood: Likelihood) -> None:
+        wanted = {"confidence": thresholds.confidence, "brier": thresholds.brier}
+        self.parts = [
+            (MeanScore(find_score(name, likelihood), likelihood), limit, -1 if name == "confidence" else 1)
+            for name, limit in wanted.items()
+            if limit is not None
+        ]
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        for score, _, _ in self.parts:
+            score.update(prediction, y, sigma)
+
+    def result(self) -> Tensor:
+        missed = [sign * (score.result() - limit) for score, limit, sign in self.parts]
+        return torch.stack(missed).amax(0).clamp(min=0)
+
+    def scores(self) -> list[MeanScore]:
+        return [score for score, _, _ in self.parts]
+
+
+class UsersMetric(Running):
+    """A user's running metric, copied and reset so that no candidate sees another's sums."""
+
+    def __init__(self, metric: RunningMetric) -> None:
+        self.metric = copy.deepcopy(metric)
+        self.metric.reset()
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        """Takes in one batch; a metric whose update requires (mean, variance, y) gets all three, others the mean."""
+        row = (*prediction, y) if isinstance(prediction, tuple) else (prediction, y)
+        self.metric.update(*accepted_by(self.metric, row))
+
+    def result(self) -> Tensor:
+        return _numbers(self.metric.compute(), f"{type(self.metric).__name__}.compute()").sum()
+
+    def scores(self) -> list[MeanScore]:
+        raise _no_sum(type(self.metric).__name__)
+
+
+class UsersFunction(Running):
+    """A user's function of all predictions at once: of `(prediction, y)`, or `(mean, variance, y)` in regression."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.predictions: list[tuple[Tensor, ...]] = []
+        self.targets: list[Tensor] = []
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        parts = prediction if isinstance(prediction, tuple) else (prediction,)
+        if not self.predictions:
+            _require_arguments(self.function, len(parts) + 1)
+        self.predictions.append(parts)
+        self.targets.append(y)
+
+    def result(self) -> Tensor:
+        parts = [torch.cat(part) for part in zip(*self.predictions, strict=True)]
+        value = _numbers(self.function(*parts, torch.cat(self.targets)), "the loss")
+        if value.numel() != 1:
+            raise InvalidArgument(
+                f"the loss returned a tensor of shape {list(value.shape)}; one number for all data is needed: take "
+                "its mean."
+            )
+        return value.reshape(())
+
+    def scores(self) -> list[MeanScore]:
+        raise _no_sum("a function of all predictions")
+
+
+def _no_sum(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"group= with {name} as the loss, whose values for parts of the data do not add up; give 'nll', 'brier', "
+        "'crps', 'ece' or laplace.tuning.Thresholds, or tune in one process."
+    )
+
+
+def _require_arguments(function: Callable[..., Any], count: int) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C say nothing
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        given = "(mean, variance, y), as for every regression" if count == 3 else "(prediction, y)"
+        raise InvalidArgument(
+            f"the loss has the signature {signature}, but it is called with {given}: give it these arguments."
+        ) from error
+
+
+def _numbers(value: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{name} returned {value!r}; a number is needed, or a 0-dim tensor.") from error
+
+
+Loss = Literal["nll", "brier", "crps", "ece"] | Thresholds | RunningMetric | Callable[..., Any]
+"""What users give for a loss on validation data."""
+
+
+def make_loss(loss: Any, likelihood: Likelihood) -> LossRule:
+    """A loss from what users give.
+
+    Args:
+        loss: None or `"nll"`, `"brier"`, `"crps"`, `"ece"`, `Thresholds`, a running metric or a callable.
+        likelihood: Of the targets.
+
+    Raises:
+        InvalidArgument: None of these, or a metric of which large values are good.
+        UnsupportedError: A score that has no meaning for this likelihood.
+    """
+    if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
+        name = loss or "nll"
+        return LossRule(name, partial(MeanScore, find_score(name, likelihood), likelihood))
+    if isinstance(loss, str) and loss == "ece":
+        return LossRule(loss, partial(CalibrationError, find_score(loss, likelihood), likelihood))
+    if isinstance(loss, Thresholds):
+        Shortfall(loss, likelihood)  # refuses a likelihood without them
+        return LossRule("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)
+    if isinstance(loss, RunningMetric) and not isinstance(loss, type):
+        if getattr(loss, "higher_is_better", False):
+            raise InvalidArgument(
+                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is minimised; "
+                "give 1 - metric, or another loss."
+            )
+        return LossRule(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
+    if callable(loss) and not isinstance(loss, type):
+        return LossRule("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
+    raise InvalidArgument(
+        f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
+        "metric (update, compute, reset) and a callable; give an object, not a class."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Validation data, and inputs from elsewhere on which to be uncertain
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loaders, and the weight of the out-of-distribution inputs.
+
+    Attributes:
+        loader: Validation data, batches as `fit` takes them.
+        ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
+        ood_weight: λ of equation 12 of Daxberger et al. (2021).
+        progress_bar: Show a progress bar for each pass over the data.
+        processes: Those whose loaders have the other shards of the data; None where all data are here.
+        refuse_training_data: Whether data of the fit are an error, and not a warning.
+
+    Raises:
+        InvalidArgument: A weight that is negative or not finite.
+    """
+
+    loader: Iterable[Any]
+    ood_loader: Iterable[Any] | None = None
+    ood_weight: float = 1.0
+    progress_bar: bool = False
+    processes: Processes | None = None
+    refuse_training_data: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ood_weight < math.inf:
+            raise InvalidArgument(
+                f"ood_weight={self.ood_weight}; it must be at least 0 and finite, between 0 and 1 as a rule."
+            )
+
+    def batches(self, posterior: Posterior, label: str = "validation") -> Iterator[tuple[str, Inputs, Tensor]]:
+        """Name of a batch, inputs and targets of the validation data, without ignored ones, on the posterior's device.
+
+        Raises:
+            InvalidData: There are none, and no other processes that may have some; or they are refused data of the fit.
+
+        Warns:
+            DataWarning: They are data of the fit.
+        """
+        loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
+        device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
+        bar, content = DataBar(label, loader, shown=self.progress_bar), ContentReader()
+        for number, batch in enumerate(loader):
+            name = f"validation batch {number}"
+            with named(name):
+                data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
+            if data is not None:
+                empty = False
+                content.see(*data)
+                yield name, *data
+                bar.add(len(data[1]))
+        bar.close()
+        if posterior.data is not None and posterior.data.content is not None:
+            if self.refuse_training_data and posterior.data.content.holds(content.content):
+                raise InvalidData(
+                    "the validation data are data of the fit, at which the network is surer than elsewhere; give data "
+                    "that training has not seen, or train_loader= in their place, of which a part is held out."
+                )
+            warn_of_training_data(posterior.data.content, content.content)
+        if empty and self.processes is None:
+            raise InvalidData("the validation loader gave no data, or all are ignored; nothing was changed.")
+
+    def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
+        """Name of a batch and out-of-distribution inputs, on the posterior's device.
+
+        Raises:
+            InvalidData: There are none.
+        """
+        empty, loader = True, self.ood_loader or ()
+        bar = DataBar("out-of-distribution inputs", loader, shown=self.progress_bar)
+        for number, batch in enumerate(loader):
+            empty = False
+            x = batches.to_device(batches.inputs(batch), posterior.hypers.device)
+            yield f"batch {number} of ood_loader", x
+            bar.add(batches.size(x, posterior.choices.dict_key_x))
+        bar.close()
+        if empty and self.processes is None:
+            raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
+
+    def less_entropy(self, loss: Tensor, entropy: Tensor, n_ood: int, n_data: int) -> Tensor:
+        """The loss minus λ times the entropy outside: sums over data in equation 12, here divided by their number."""
+        return loss - self.ood_weight * n_ood / n_data * entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Checked targets of a batch.
+
+    Attributes:
+        y: One for every row of the outputs; zeros `[B]` of out-of-distribution inputs, which have none.
+        rows: Rows that are not ignored, of outputs with positions; None for all.
+    """
+
+    y: Tensor
+    rows: Tensor | None
+
+    @classmethod
+    def of(cls, posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Targets:
+        """Targets of outputs f `[B, C]`; with positions, B are rows, data × positions."""
+        if y is None:
+            check_outputs(f)
+            checked = torch.zeros(len(f), dtype=torch.long, device=f.device)
+        else:
+            targets = target_rows(y, f, positions, posterior.channel_dim)
+            checked = posterior.likelihood.check_targets(f, targets)
+        return cls(checked, rows_that_count(checked, positions, posterior.likelihood.ignore_index))
+
+    @property
+    def n_data(self) -> int:
+        """Rows that are not ignored."""
+        return len(self.y) if self.rows is None else len(self.rows)
+
+    def counted(self, prediction: Prediction) -> tuple[Prediction, Tensor]:
+        """Predictions of this batch, of one setting or of several, and targets, without ignored rows."""
+        if self.rows is None:
+            return prediction, self.y
+        parts = prediction if isinstance(prediction, tuple) else (prediction,)
+        chosen = tuple(part.index_select(parts[0].ndim - 2, self.rows) for part in parts)
+        return (chosen if len(chosen) == 2 else chosen[0]), self.y[self.rows]
+
+    def update(self, running: Running, prediction: Prediction, sigma: Tensor) -> None:
+        """Adds predictions of this batch to a running loss."""
+        running.update(*self.counted(prediction), sigma)
+
+
+def entropy_of(likelihood: Likelihood) -> LossRule:
+    """Mean entropy of the predictive distributions, in nats.
+
+    Raises:
+        UnsupportedError: The likelihood does not say what its predictions are distributions of.
+    """
+    return LossRule("entropy", partial(MeanScore, find_score("entropy", likelihood), likelihood))
