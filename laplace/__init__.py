@@ -31,6 +31,7 @@ __getattr__, __dir__, __all__ = _lazy.attach(
         "laplace.loading": "load",
         "laplace.mixture.mixture": "MixtureLaplace",
         "laplace.posterior.calibration": "Calibration",
+        "laplace.posterior.combining": "from_optimizer merge",
         "laplace.predictive.prediction": "Prediction",
         "laplace.training.online": "OnlineLaplace marglik_training",
     },

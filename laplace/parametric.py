@@ -13,11 +13,12 @@ from torch import Tensor
 from laplace.base import BaseLaplace
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
+from laplace.core.data_weights import DataWeights
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import COVARIANCES, is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.enums import LinkApprox, LinkName
-from laplace.errors import NotFittedError
+from laplace.errors import InvalidType, NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
@@ -357,11 +358,15 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         group: ProcessGroup | None = None,
         weight_fn: WeightFn | None = None,
         dict_key_weight: str | None = None,
+        move_mean: bool = False,
     ) -> None:
         """Removes data from the fit: subtracts their curvature, their loss and their number.
 
         The curvature is then that of a fit without these data. The mean stays, since it is the trained weights, which
-        still depend on them.
+        still depend on them, unless `move_mean=True` takes one Newton step to what training without them would give:
+        m + (P − s H_S)⁻¹ s (g_S + H_S (m − θ*)), g_S the gradient of their loss. `la.mean` then holds the new weights,
+        and linearised predictions follow; the network is not changed. For a linear Gaussian model that is the fit to
+        the rest; for networks it is an approximation, and no certificate that the data left no trace.
 
         Args:
             loader: Batches of data that were fitted before, at the network's present weights.
@@ -370,6 +375,7 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
             group: As in `fit`.
             weight_fn: The weights with which the data were fitted, as in `fit`.
             dict_key_weight: The key of these weights, as in `fit`.
+            move_mean: Whether the mean moves, too.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -379,11 +385,17 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
             UnsupportedError: The structure is no sum over data, or its curvature is a random estimate. After every
                 error the former posterior is kept.
         """
+        from laplace.posterior.combining import moved_by_removal
+
         self._require_data()
+        before, loader = self.snapshot(), list(loader) if move_mean else loader
         posterior = learning.without(
-            self.snapshot(), loader, progress_bar=progress_bar, weight=weight, group=group, weight_fn=weight_fn,
+            before, loader, progress_bar=progress_bar, weight=weight, group=group, weight_fn=weight_fn,
             dict_key_weight=dict_key_weight,
         )  # fmt: skip
+        if move_mean:
+            weights = DataWeights.of(weight_fn, dict_key_weight)
+            posterior = moved_by_removal(before.uncalibrated(), posterior, loader, weights, weight)
         self.set_posterior(posterior)
 
     @checked
@@ -489,6 +501,47 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         posterior = self.snapshot()
         posterior.refuse_calibrated("leave_one_out")
         return leave_one_out(posterior, loader, link_approx, progress_bar=progress_bar)
+
+    # Posteriors beside each other.
+
+    @checked
+    def kl(self, other: ParametricLaplace) -> Tensor:
+        """KL(self ‖ other), the divergence of two posteriors over the same weights, in nats, 0-dim, float64.
+
+        ½ (tr(P₂ P₁⁻¹) − P + (m₂ − m₁)ᵀ P₂ (m₂ − m₁) + log det P₁ − log det P₂). Structures, priors and the networks'
+        weights may differ. The trace is exact, by as many products as the largest block has weights.
+
+        Args:
+            other: A fitted posterior over the same weights.
+
+        Raises:
+            NotFittedError: One is not fitted.
+            InvalidType: No posterior over weights.
+            InvalidArgument: Other weights have a distribution.
+            UnsupportedError: A sharded posterior.
+        """
+        from laplace.posterior.combining import kl
+
+        if not isinstance(other, ParametricLaplace):
+            raise InvalidType(
+                f"other is a {type(other).__name__}; a fitted posterior over the same weights is accepted."
+            )
+        return kl(self.snapshot(), other.snapshot())
+
+    @checked
+    def saliency(self) -> Tensor:
+        """m_p² P_pp of every weight with a distribution, `[P]`: twice the log density that setting it to zero costs.
+
+        Weights with a small saliency can be pruned first (LeCun et al., 1990). Computed by as many products as the
+        largest block has weights.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            UnsupportedError: A sharded posterior.
+        """
+        from laplace.posterior.combining import saliency
+
+        return saliency(self.snapshot())
 
     # Fits by hand: a loop of your own instead of `fit`.
 

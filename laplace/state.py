@@ -282,6 +282,8 @@ def refined_note(posterior: Posterior) -> str | None:
     refinement = posterior.refinement
     if refinement is None:
         return None
+    if refinement.method == "forget":
+        return f"mean moved by {refinement.distance:.2g} standard deviations, as data were removed"
     end = "converged" if refinement.converged else "not converged"
     return f"refined to the {_REFINED[refinement.method]} of the linearised network, {end} in {refinement.steps} steps"
 

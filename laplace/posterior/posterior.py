@@ -281,7 +281,7 @@ class Refinement:
     """A refined posterior N(θ̂, (s H + δ)⁻¹) of the linearised network, and how it was found.
 
     Attributes:
-        method: `"map"` or `"variational"`.
+        method: `"map"` or `"variational"`; `"forget"` of a mean that was moved as data were removed.
         mean: θ̂, `[P]`; where every output is a Gaussian process of its own, the weights of each, `[C, P]`.
         fit: H and the loss, both at f_lin(x, θ̂); of a variational Gaussian H is in expectation over it.
         steps: Newton steps for the mode, updates of the covariance for a variational Gaussian.

@@ -1,0 +1,259 @@
+"""Deleting, merging and comparing posteriors, against dense algebra and refits of linear models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace
+from laplace import Laplace
+from laplace.errors import InvalidArgument, InvalidType, NotFittedError, UnsupportedError
+
+SIGMA, DELTA = 0.3, 2.0
+
+
+def linear_data(n: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=g, dtype=torch.float64)
+    return x, x @ torch.randn(4, 2, generator=g, dtype=torch.float64) + 0.3 * torch.randn(
+        n, 2, generator=g, dtype=torch.float64
+    )
+
+
+def ridge(x: Tensor, y: Tensor, prior_mean: float = 0.0) -> nn.Linear:
+    """The mode of a linear model with noise SIGMA and prior precision DELTA."""
+    features = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    gram = features.T @ features / SIGMA**2 + DELTA * torch.eye(5, dtype=x.dtype)
+    weights = torch.linalg.solve(gram, features.T @ y / SIGMA**2 + DELTA * prior_mean)
+    model = nn.Linear(4, y.shape[1]).double()
+    with torch.no_grad():
+        model.weight.copy_(weights[:-1].T)
+        model.bias.copy_(weights[-1])
+    return model
+
+
+def fitted(x: Tensor, y: Tensor, structure: str = "full", prior_mean: float = 0.0, **options: object) -> Laplace:
+    la = Laplace(
+        ridge(x, y, prior_mean), "regression", "all", structure, sigma_noise=SIGMA, prior_precision=DELTA,
+        prior_mean=prior_mean, **options,
+    )  # fmt: skip
+    la.fit(DataLoader(TensorDataset(x, y), 7))
+    return la
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "block"])
+def test_forgetting_a_linear_model_is_the_fit_to_the_rest(structure: str) -> None:
+    x, y = linear_data()
+    la = fitted(x, y, structure, prior_mean=0.2)
+    before = copy.deepcopy(la.model.state_dict())
+    if structure == "full":
+        la.forget(DataLoader(TensorDataset(x[:5], y[:5]), 2), move_mean=True)
+        la.forget(DataLoader(TensorDataset(x[5:9], y[5:9]), 2), move_mean=True)  # from a mean that has moved
+        rest = fitted(x[9:], y[9:], structure, prior_mean=0.2)
+        torch.testing.assert_close(la.mean, rest.mean, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(la.posterior_precision, rest.posterior_precision, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(la.log_marginal_likelihood(), rest.log_marginal_likelihood(), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(la(x)[0], rest(x)[0], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(la(x)[1], rest(x)[1], rtol=1e-8, atol=1e-8)
+    else:
+        distance = (la.mean - fitted(x[9:], y[9:], structure, prior_mean=0.2).mean).norm()
+        la.forget(DataLoader(TensorDataset(x[:9], y[:9]), 3), move_mean=True)
+        assert (la.mean - fitted(x[9:], y[9:], structure, prior_mean=0.2).mean).norm() < 0.2 * distance
+    assert all(torch.equal(t, before[name]) for name, t in la.model.state_dict().items())
+    assert "as data were removed" in repr(la)
+
+
+def test_a_moved_mean_survives_a_state() -> None:
+    x, y = linear_data()
+    la = fitted(x, y)
+    la.forget(DataLoader(TensorDataset(x[:5], y[:5]), 2), move_mean=True)
+    other = Laplace(la.model, "regression", "all", "full")
+    other.load_state_dict(la.state_dict())
+    torch.testing.assert_close(other.mean, la.mean)
+    torch.testing.assert_close(other(x)[0], la(x)[0])
+
+
+def test_weights_and_a_noise_per_output_when_forgetting() -> None:
+    x, y = linear_data()
+    sigma = torch.tensor([0.3, 0.5], dtype=torch.float64)
+    counts = torch.arange(len(x), dtype=torch.float64) % 3 + 1
+    la = Laplace(nn.Linear(4, 2).double(), "regression", "all", "full", sigma_noise=sigma, prior_precision=DELTA)
+    whole = [TensorDataset(x, y, counts), TensorDataset(x[6:], y[6:], counts[6:])]
+
+    def mode(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        features = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        columns = []
+        for c in range(2):
+            gram = features.T @ (counts[:, None] * features) / sigma[c] ** 2 + DELTA * torch.eye(5, dtype=x.dtype)
+            columns.append(torch.linalg.solve(gram, features.T @ (counts * y[:, c]) / sigma[c] ** 2))
+        weights = torch.stack(columns, 1)
+        return torch.cat([weights[:-1].T.reshape(-1), weights[-1]])
+
+    torch.nn.utils.vector_to_parameters(mode(*whole[0].tensors), la.model.parameters())
+    weigh = {tuple(row.tolist()): float(w) for row, w in zip(x, counts, strict=True)}
+
+    def weight_fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.tensor([weigh[tuple(row.tolist())] for row in x])
+
+    la.fit(DataLoader(TensorDataset(x, y), 8), weight_fn=weight_fn)
+    la.forget(DataLoader(TensorDataset(x[:6], y[:6]), 4), weight_fn=weight_fn, move_mean=True)
+    torch.testing.assert_close(la.mean, mode(*whole[1].tensors), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("prior_mean", [0.0, 0.2])
+def test_merging_linear_models_is_one_fit_to_all_data(prior_mean: float) -> None:
+    x, y = linear_data(60)
+    parts = [fitted(x[i::3], y[i::3], prior_mean=prior_mean) for i in range(3)]
+    states = [copy.deepcopy(part.model.state_dict()) for part in parts]
+    merged, whole = laplace.merge(parts), fitted(x, y, prior_mean=prior_mean)
+    torch.testing.assert_close(merged.mean, whole.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(merged.posterior_precision, whole.posterior_precision, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(merged.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-8, atol=1e-8)
+    for value, expected in zip(merged(x), whole(x), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-8)
+    assert merged.n_data == 60
+    merged.check_unchanged()
+    for part, state in zip(parts, states, strict=True):
+        assert all(torch.equal(t, state[name]) for name, t in part.model.state_dict().items())
+        part.check_unchanged()
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diag", "block", "lowrank", "lowrank_kron"])
+def test_the_merged_mean_solves_its_equation(structure: str) -> None:
+    x, y = linear_data(60)
+    parts = [fitted(x[i::2], y[i::2], structure) for i in range(2)]
+    merged = laplace.merge(parts)
+    dense = [part.posterior().to_dense() for part in parts]
+    prior = DELTA * torch.eye(10, dtype=torch.float64)
+    right = sum(p @ part.mean for p, part in zip(dense, parts, strict=True))
+    torch.testing.assert_close(
+        merged.mean, torch.linalg.solve(dense[0] + dense[1] - prior, right), rtol=1e-7, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer", "subnetwork"])
+def test_networks_merge_whatever_has_a_distribution(weights: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(30, 4), torch.randint(3, (30,))
+    options = {"subnetwork_indices": torch.tensor([1, 4, 21, 40])} if weights == "subnetwork" else {}
+    parts = []
+    for half in range(2):
+        own = copy.deepcopy(model)
+        if weights == "last_layer":
+            with torch.no_grad():
+                own[2].weight.add_(0.1 * half)
+        la = Laplace(own, "classification", weights, "full", **options)
+        la.fit(DataLoader(TensorDataset(x[half::2], y[half::2]), 5))
+        parts.append(la)
+    merged = laplace.merge(parts)
+    assert torch.isfinite(merged(x)).all()
+    torch.testing.assert_close(merged.mean, merged.problem.mean(), rtol=0, atol=0)
+    theirs, own = (dict(la.weights.model.named_parameters()) for la in (merged, parts[0]))
+    if weights == "last_layer":
+        assert torch.equal(theirs["0.weight"], own["0.weight"])
+    if weights == "subnetwork":
+        assert torch.equal(theirs["0.weight"].flatten()[5:], own["0.weight"].flatten()[5:])
+
+
+def test_what_cannot_be_merged_is_named() -> None:
+    x, y = linear_data()
+    la, other = fitted(x, y), fitted(x, y)
+    with pytest.raises(InvalidArgument, match="at least two"):
+        laplace.merge([la])
+    with pytest.raises(InvalidType, match="Linear"):
+        laplace.merge([la, la.model])  # type: ignore[list-item]
+    with pytest.raises(InvalidArgument, match="class"):
+        laplace.merge([la, fitted(x, y, "diag")])
+    for name in ("prior_precision", "sigma_noise", "temperature", "prior_mean"):
+        changed = copy.deepcopy(other)
+        setattr(changed, name, 0.7)
+        with pytest.raises(InvalidArgument, match=name):
+            laplace.merge([la, changed])
+    with pytest.raises(NotFittedError):
+        laplace.merge([la, Laplace(nn.Linear(4, 2).double(), "regression", "all", "full")])
+    net = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double()
+    pair = []
+    for half in range(2):
+        own = copy.deepcopy(net)
+        own[1].running_mean += half  # pyright: ignore
+        pair.append(Laplace(own, "regression", "all", "full"))
+        pair[-1].fit(DataLoader(TensorDataset(x, y), 10))
+    with pytest.raises(InvalidArgument, match=r"1\.running_mean"):
+        laplace.merge(pair)
+    free = Laplace(nn.Linear(4, 2).double(), "regression", "all", "matrix_free")
+    free.fit(DataLoader(TensorDataset(x, y), 10))
+    with pytest.raises(UnsupportedError, match="matrix_free"):
+        laplace.merge([free, free])
+
+
+@pytest.mark.parametrize("one", ["full", "kron", "ekfac", "diag", "block", "lowrank", "lowrank_kron"])
+@pytest.mark.parametrize("other", ["full", "kron", "diag"])
+def test_kl_is_that_of_dense_gaussians(one: str, other: str) -> None:
+    x, y = linear_data()
+    la, reference = fitted(x[:20], y[:20], one), fitted(x, y, other)
+    p, q = la.posterior().to_dense(), reference.posterior().to_dense()
+    d = reference.mean - la.mean
+    expected = 0.5 * (torch.linalg.solve(p, q).trace() - len(d) + d @ q @ d + torch.logdet(p) - torch.logdet(q))
+    torch.testing.assert_close(la.kl(reference), expected, rtol=1e-7, atol=1e-8)
+    assert abs(float(la.kl(la))) < 1e-8
+
+
+def test_kl_of_other_weights_is_refused() -> None:
+    x, y = linear_data()
+    la = fitted(x, y)
+    with pytest.raises(InvalidArgument, match="same weights"):
+        la.kl(fitted(x, y[:, :1]))
+    with pytest.raises(InvalidType):
+        la.kl(la.model)
+    with pytest.raises(NotFittedError):
+        la.kl(Laplace(nn.Linear(4, 2).double(), "regression", "all", "full"))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diag", "block", "lowrank", "lowrank_kron"])
+def test_saliency_is_squared_weights_times_the_diagonal(structure: str) -> None:
+    x, y = linear_data()
+    la = fitted(x, y, structure)
+    expected = la.mean.square() * la.posterior().to_dense().diagonal()
+    torch.testing.assert_close(la.saliency(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_squared_gradients_of_adam_are_the_empirical_fisher() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    y = model(x).argmax(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.9999))
+    for i in torch.randperm(200).repeat(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        optimizer.step()
+    la = laplace.from_optimizer(optimizer, model, 200, n_outputs=3)
+    exact = Laplace(model, "classification", "all", "diag", backend=laplace.curvature.NativeEF)
+    exact.fit(DataLoader(TensorDataset(x, y), 50))
+    torch.testing.assert_close(la.H, exact.H, rtol=0.05, atol=1e-3 * float(exact.H.max()))
+    assert torch.isfinite(la(x)).all()
+    assert la.n_data == 200
+    twice = laplace.from_optimizer(optimizer, model, 200, batch_size=2)
+    torch.testing.assert_close(twice.H, 2 * la.H)
+
+
+def test_an_optimizer_without_squares_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(InvalidArgument, match="'weight'"):
+        laplace.from_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 10)
+    with pytest.raises(InvalidArgument, match="n_data"):
+        laplace.from_optimizer(torch.optim.Adam(model.parameters()), model, 0)
+
+
+def test_the_posterior_of_ivon_is_its_own() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hess = torch.rand(8)
+    optimizer.param_groups[0].update(hess=hess, ess=50.0, weight_decay=0.02)
+    la = laplace.from_optimizer(optimizer, model, 50)
+    torch.testing.assert_close(la.posterior_variance, 1 / (50 * (hess + 0.02)))
