@@ -1,0 +1,370 @@
+"""Intervals that cover: conformal prediction from the posterior of one fit, without refits.
+
+With r_i = y_i − f_i and k = J P⁻¹ Jᵀ/σ², a linear Gaussian model at its mode has, without input i and with a further
+input x whose target is f_x + u,
+
+    without i:  r_i / (1 − k_ii),  f_x − k_xi r_i / (1 − k_ii)          with (x, f_x + u):  u / (1 + k_xx),
+                                                                                          r_i − k_ix u / (1 + k_xx),
+
+exactly, whatever the prior. Jackknife+ (Barber et al., 2021) takes the first line, full conformal prediction the second:
+its set is where the residual at x is not among the largest. Around a trained network both are those of the linearised
+one (Immer et al., 2021): then they are approximate. CV+ leaves out folds, S: r_S (I − k_SS)⁻¹ in place of a quotient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core.batch import Inputs
+from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import check_generator
+from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import refuse_sharded
+from laplace.refinement.refiner import RefineOptions
+from laplace.refinement.weight_space import LinearData, WeightRefiner
+from laplace.structures.base import Precision
+
+ConformalMethod = Literal["jackknife+", "full", "cv+"]
+
+_MOST_CLIPPED = 0.01
+"""Share of inputs that may stay in the fit, as Kronecker factors do not hold all that they added."""
+
+_FAR = 0.5
+"""Posterior standard deviations from the mode at which a warning is due."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conformal:
+    """Intervals for new targets with a coverage that is counted on data, not modelled: `la.conformal(...)`.
+
+    Attributes:
+        method: `"jackknife+"`, `"full"`, `"cv+"` or `"split"`.
+        n_data: N, the number of data whose residuals are counted.
+        exact: Whether residuals are those of refits: of a linear model, or of a head on features that the targets of the
+            fit did not train, and always for `"split"`. Else they are those of the linearised network.
+    """
+
+    method: str
+    n_data: int
+    exact: bool
+    _bounds: Any
+
+    def interval(self, x: Inputs, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Lower and upper ends for the targets of inputs, `[B, C]` each, one interval for every output.
+
+        An end is infinite where so few data cannot promise the level.
+
+        Args:
+            x: Inputs.
+            level: Share of targets that the intervals are to hold, in (0, 1).
+
+        Raises:
+            InvalidArgument: Another level.
+            ModelChangedError: The network changed since the fit.
+        """
+        if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
+            raise InvalidArgument(f"level={level!r}; the share of targets to hold, in (0, 1), is accepted.")
+        return self._bounds.interval(x, 1 - float(level))
+
+    def guarantee(self, level: float = 0.9) -> str:
+        """What holds at a level, if the data and the new input are exchangeable, in words."""
+        if not self.exact:
+            return "approximate: residuals without an input are those of the linearised network; no coverage is promised"
+        promised = level if self.method in {"full", "split"} else max(0.0, 2 * level - 1)
+        return f"coverage of at least {100 * promised:.3g} %, if the data and the new input are exchangeable"
+
+    def __repr__(self) -> str:
+        """Method, number of data and whether it is exact."""
+        return f"Conformal({self.method!r}, n_data={self.n_data:,}, {'exact' if self.exact else 'approximate'})"
+
+
+def conformal(
+    posterior: Posterior, loader: Iterable[Any], method: str, folds: int, generator: torch.Generator | None,
+    *, progress_bar: bool = False,
+) -> Conformal:  # fmt: skip
+    """Intervals from the data of a fit; arguments and errors are those of `la.conformal`."""
+    check_generator(generator)
+    posterior.require_fitted()
+    likelihood, structure = posterior.likelihood, posterior.choices.structure
+    if not likelihood.has_noise or not likelihood.latent_prediction:
+        raise UnsupportedError(
+            f"conformal with likelihood={likelihood.name!r}: intervals are for 'regression'. Prediction sets of classes "
+            "are in the package MAPIE, which takes the probabilities of la(x)."
+        )
+    refuse_sharded(posterior, "conformal")
+    exact = _is_linear_in_its_weights(posterior)
+    if not structure.holds_every_input or structure.refined_by_kernels:
+        raise UnsupportedError(
+            f"conformal(train_loader) with hessian_structure={structure.name!r}, which does not hold all that an input "
+            "adds; use 'full' over all weights or a last layer, or give val_loader= in place of train_loader."
+        )
+    if method == "cv+" and not (exact and structure.name == "full"):
+        raise UnsupportedError(
+            "method='cv+' leaves out folds exactly: it takes hessian_structure='full' over the weights of a linear model, "
+            "or of a last layer whose other weights are frozen (requires_grad=False). Use method='jackknife+'."
+        )
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        posterior.check_unchanged()
+        refiner = WeightRefiner(posterior, loader, RefineOptions(progress_bar=progress_bar))
+        refiner.require_same_loss()
+        covariance = refiner.covariance()
+        gradient = refiner.model.gradient(refiner.start)
+        newton = covariance.solve(gradient)
+        distance = math.sqrt(max(0.0, float(gradient @ newton)))
+        start = refiner.start - newton if method == "cv+" else refiner.start  # its folds are refits: from the mode
+        known = _Known(posterior, refiner.data, covariance.precision, start, refiner.scale)
+        if method == "cv+":
+            bounds: Any = _Folds.of(known, folds, generator)
+        else:
+            inner = [widened(block) for block in covariance.of_outputs(diagonal=False)]
+            bounds = (_Jackknife if method == "jackknife+" else _Full).of(known, torch.cat(inner))
+    if method != "cv+" and distance > _FAR:
+        warn(
+            f"the posterior's mean is {distance:.2g} standard deviations from the mode of its prior, which conformal "
+            "intervals start from. Call la.refine(train_loader) first, which finds it.",
+            ApproximationWarning,
+        )
+    if not exact:
+        warn(
+            "conformal intervals of a trained network are approximate: the targets have trained its features, and "
+            "residuals without an input are those of the linearised network. With val_loader= coverage is guaranteed.",
+            ApproximationWarning,
+        )
+    return Conformal(method, int(known.n_data), exact, bounds)
+
+
+def _is_linear_in_its_weights(posterior: Posterior) -> bool:
+    """Whether the weights with a distribution are one linear layer, and all others are frozen."""
+    problem = posterior.problem
+    owners = {slot.name.rpartition(".")[0] for slot in problem.slots}
+    layer = problem.module.get_submodule(next(iter(owners))) if len(owners) == 1 else None
+    names = {slot.name for slot in problem.slots}
+    if any(p.requires_grad for name, p in problem.module.named_parameters() if name not in names):
+        return False
+    whole = all(slot.entries is None for slot in problem.slots)
+    return whole and isinstance(layer, nn.Linear) and (problem.head is not None or len(list(problem.module.modules())) == 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """The data of a fit as the linearised network sees them around parameters.
+
+    Attributes:
+        posterior: Fitted.
+        data: All of its data.
+        precision: P.
+        start: Parameters − θ*, `[P]`.
+        scale: 1/(σ²T), 0-dim or `[C]`.
+    """
+
+    posterior: Posterior
+    data: LinearData
+    precision: Precision
+    start: Tensor
+    scale: Tensor
+
+    @property
+    def n_data(self) -> int:
+        return sum(len(batch.f) for batch in self.data.batches)
+
+    def residuals(self) -> Tensor:
+        """y − f, `[N, C]`."""
+        pushed = self.data.push(self.start)
+        return torch.cat([batch.y - batch.f - step for batch, step in zip(self.data.batches, pushed, strict=True)])
+
+    def at(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Outputs `[b, C]`, Jacobian `[b, C, P]` and J P⁻¹, of consecutive inputs: as many as memory takes."""
+        posterior = self.posterior
+        posterior.check_unchanged()
+        with autograd_mode(), torch.no_grad():
+            for jacobian, f in self.data.engine.jacobian(x):
+                done = 0
+                for piece in jacobian.pieces():
+                    rows = widened(piece)
+                    own = widened(f[done : done + len(rows)]) + rows @ self.start
+                    done += len(rows)
+                    flat = piece.flatten(0, 1).to(posterior.expansion_point)
+                    yield own, rows, widened(self.precision.solve(flat)).view_as(rows)
+
+    def cross(self, solved: Tensor) -> Tensor:
+        """J_i P⁻¹ J_xᵀ for all data, `[b, C, N, C]`, from J_x P⁻¹ `[b, C, P]`: outputs of x first."""
+        flat = solved.flatten(0, 1)
+        pushed = torch.cat([batch.linear.push(flat) for batch in self.data.batches], 1)
+        return pushed.unflatten(0, solved.shape[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class _Jackknife:
+    """Jackknife+: predictions without each input, and the residuals there.
+
+    Attributes:
+        known: The data.
+        weights: S (I − Sᵀ Σ S)⁻¹ Sᵀ r, `[N, C]`, by which outputs elsewhere move, S Sᵀ = 1/(σ²T).
+        residuals: |y_i − f₋ᵢ(x_i)|, `[N, C]`.
+    """
+
+    known: _Known
+    weights: Tensor
+    residuals: Tensor
+
+    @classmethod
+    def of(cls, known: _Known, covariance: Tensor) -> _Jackknife:
+        residuals = known.residuals()
+        root = known.scale.expand(residuals.shape[1]).sqrt()
+        values, vectors = torch.linalg.eigh(root.unsqueeze(1) * covariance * root)
+        rest = 1 - values
+        stuck = rest.amin(1) < 1e-9
+        if int(stuck.sum()) > _MOST_CLIPPED * len(stuck):
+            raise UnsupportedError(
+                f"{int(stuck.sum())} of {len(stuck)} inputs cannot be removed from hessian_structure="
+                f"{known.posterior.choices.structure.name!r}, which knows less of them than they add. Use 'full', or "
+                "val_loader= in place of train_loader."
+            )
+        inverse = torch.where(stuck.unsqueeze(1), 1.0, 1 / rest)
+        inner = (vectors * inverse.unsqueeze(1)) @ vectors.mT
+        weights = root * (inner @ (root * residuals).unsqueeze(2)).squeeze(2)
+        without = residuals + (covariance @ weights.unsqueeze(2)).squeeze(2)
+        return cls(known, torch.where(stuck.unsqueeze(1), 0.0, weights), without.where(~stuck.unsqueeze(1), residuals))
+
+    def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
+        ends = []
+        for f, _, solved in self.known.at(x):
+            moved = f.unsqueeze(1) - torch.einsum("bknc,nc->bnk", self.known.cross(solved), self.weights)
+            ends.append(_between(moved, self.residuals.abs(), alpha))
+        lower, upper = zip(*ends, strict=True)
+        return torch.cat(lower), torch.cat(upper)
+
+
+@dataclass(frozen=True, eq=False)
+class _Folds:
+    """CV+: predictions without each of K folds, and the residuals there.
+
+    Attributes:
+        known: The data, around the mode of all.
+        steps: θ₋S − θ of every fold, `[K, P]`.
+        fold: Number of the fold of every input, `[N]`.
+        residuals: |y_i − f₋S(x_i)|, `[N, C]`.
+    """
+
+    known: _Known
+    steps: Tensor
+    fold: Tensor
+    residuals: Tensor
+
+    @classmethod
+    def of(cls, known: _Known, folds: int, generator: torch.Generator | None) -> _Folds:
+        residuals, n = known.residuals(), known.n_data
+        if not 2 <= folds <= n:
+            raise InvalidArgument(f"folds={folds}; from 2 to the number of data, {n}, are accepted.")
+        source = generator or torch.Generator().manual_seed(0)
+        fold = torch.empty(n, dtype=torch.long)
+        fold[torch.randperm(n, generator=source, device=source.device).cpu()] = torch.arange(n) % folds
+        fold, root = fold.to(residuals.device), known.scale.expand(residuals.shape[1]).sqrt()
+        rows = torch.cat([_dense(batch.linear, known.start) for batch in known.data.batches])  # [N, C, P]
+        steps, without = [], residuals.clone()
+        for number in range(folds):
+            chosen = fold == number
+            scaled = (root.unsqueeze(1) * rows[chosen]).flatten(0, 1)
+            solved = widened(known.precision.solve(scaled.to(known.posterior.expansion_point)))
+            inner = torch.eye(len(scaled), dtype=scaled.dtype, device=scaled.device) - scaled @ solved.T
+            right = (root * residuals[chosen]).flatten()
+            step = -torch.linalg.solve(inner, right) @ solved
+            steps.append(step)
+            without[chosen] = residuals[chosen] - rows[chosen] @ step
+        return cls(known, torch.stack(steps), fold, without.abs())
+
+    def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
+        ends = []
+        for f, rows, _ in self.known.at(x):
+            moved = f.unsqueeze(1) + torch.einsum("bkp,sp->bsk", rows, self.steps)
+            ends.append(_between(moved[:, self.fold], self.residuals, alpha))
+        lower, upper = zip(*ends, strict=True)
+        return torch.cat(lower), torch.cat(upper)
+
+
+def _dense(linear: Any, like: Tensor) -> Tensor:
+    """The Jacobian of a head's batch, `[B, C, P]`."""
+    identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
+    return linear.push(identity).permute(1, 2, 0)
+
+
+def _between(moved: Tensor, residuals: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Ends of jackknife+ and CV+, `[b, C]`, of predictions `[b, N, C]` with residuals `[N, C]` (Barber et al., 2021)."""
+    n = moved.shape[1]
+    low, high = math.floor(alpha * (n + 1) + 1e-9), math.ceil((1 - alpha) * (n + 1) - 1e-9)
+    infinite = torch.full_like(moved[:, 0], math.inf)
+    lower = (moved - residuals).kthvalue(low, 1).values if low >= 1 else -infinite
+    upper = (moved + residuals).kthvalue(high, 1).values if high <= n else infinite
+    return lower, upper
+
+
+@dataclass(frozen=True, eq=False)
+class _Full:
+    """Full conformal prediction: of every possible target whether its residual is among the largest of all.
+
+    Attributes:
+        known: The data.
+        residuals: y − f, `[N, C]`.
+    """
+
+    known: _Known
+    residuals: Tensor
+
+    @classmethod
+    def of(cls, known: _Known, covariance: Tensor) -> _Full:
+        del covariance
+        return cls(known, known.residuals())
+
+    def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
+        lower, upper = [], []
+        scale = self.known.scale.expand(self.residuals.shape[1])
+        for f, rows, solved in self.known.at(x):
+            own = 1 + scale * (rows * solved).sum(2)  # 1 + k_xx, `[b, C]`
+            cross = self.known.cross(solved).diagonal(dim1=1, dim2=3) * scale  # k_ix of one output, `[b, N, C]`
+            slopes, residuals = (cross / own.unsqueeze(1)).mT, self.residuals.T.expand(len(f), -1, -1)
+            upper.append(f + _rightmost(residuals, slopes, 1 / own, alpha))
+            lower.append(f - _rightmost(-residuals, slopes, 1 / own, alpha))
+        return torch.cat(lower), torch.cat(upper)
+
+
+def _rightmost(residuals: Tensor, slopes: Tensor, own: Tensor, alpha: float) -> Tensor:
+    """Largest u at which more than α (N + 1) of the N + 1 residuals are at least that of the new input, `[...]`.
+
+    |r_i − c_i u| ≥ d |u| holds between the roots r_i/(c_i ± d) where d > |c_i|, else outside of them, or on one side of a
+    single one. From the right, sets open and close at these ends; the new input counts everywhere.
+
+    Args:
+        residuals: r, `[..., N]`.
+        slopes: c, `[..., N]`.
+        own: d, `[...]`, positive.
+        alpha: 1 − level.
+    """
+    own = own.unsqueeze(-1)
+    roots = torch.stack([residuals / (slopes + own), residuals / (slopes - own)])
+    first, second = roots.amin(0), roots.amax(0)
+    inside, single = own > slopes.abs(), own == slopes.abs()
+    half = residuals / (2 * slopes)
+    everywhere = single & (residuals == 0)
+    to_left = single & ((residuals > 0) == (slopes > 0))  # (−∞, half]; else [half, ∞)
+    none = torch.full_like(first, -math.inf)
+    begins = (~inside & ~single) | everywhere | (single & ~to_left)  # holds at +∞
+    opens = torch.where(inside, second, torch.where(single, half.where(to_left & ~everywhere, none), first))
+    closes = torch.where(inside, first, torch.where(single, half.where(~to_left & ~everywhere, none), second))
+    n = residuals.shape[-1]
+    needed = math.floor(alpha * (n + 1) + 1e-9)  # of the others, besides the new input itself
+    events = torch.cat([opens, closes], -1)
+    order = (-events).argsort(dim=-1, stable=True)
+    change = torch.cat([torch.ones_like(opens), -torch.ones_like(closes)], -1).gather(-1, order)
+    at_infinity = begins.sum(-1, keepdim=True)
+    reached = (at_infinity + change.cumsum(-1)) >= needed
+    place = reached.long().argmax(-1, keepdim=True)
+    found = events.gather(-1, order).gather(-1, place).squeeze(-1)
+    return torch.where(at_infinity.squeeze(-1) >= needed, math.inf, found)
