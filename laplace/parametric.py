@@ -12,13 +12,12 @@ from torch import Tensor
 
 from laplace.base import BaseLaplace
 from laplace.core.arguments import check_counts, checked
-from laplace.core.batch import Inputs
-from laplace.core.data_weights import DataWeights
+from laplace.core.batch import DataWeights, Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import COVARIANCES, is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.enums import LinkApprox, LinkName
-from laplace.errors import InvalidType, NotFittedError
+from laplace.errors import InvalidArgument, InvalidType, NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
     from laplace.compat.kronecker import Kron
     from laplace.core.batch import WeightFn
+    from laplace.refinement.conformal import Conformal, ConformalMethod
     from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.tuning.group import PosteriorGroup
 
@@ -501,6 +501,57 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         posterior = self.snapshot()
         posterior.refuse_calibrated("leave_one_out")
         return leave_one_out(posterior, loader, link_approx, progress_bar=progress_bar)
+
+    @checked
+    def conformal(
+        self,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        val_loader: Iterable[Any] | None = None,
+        method: ConformalMethod = "jackknife+",
+        folds: int = 10,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Conformal:
+        """Intervals for regression targets whose coverage is counted on data, not modelled: `.interval(x, level)`.
+
+        From the training data and this one fit: `"jackknife+"` and `"cv+"` (Barber et al., 2021) promise a coverage of
+        at least 2·level − 1 and have about the level in practice, `"full"` promises the level. For a linear model, or a
+        head on features that the targets did not train, their residuals are those of refits, exactly; for trained
+        networks they are approximate, and nothing is promised. With validation data, split conformal prediction (Lei
+        et al., 2018) promises the level, whatever the network. The noise σ need not be right.
+
+        Args:
+            train_loader: All data of the fit.
+            val_loader: Data that neither the network nor the fit has seen, in place of them.
+            method: Of the training data: `"jackknife+"`, `"full"` or `"cv+"` (linear models and heads alone).
+            folds: Number of folds of `"cv+"`.
+            generator: Random generator of the folds; None for seed 0.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            A `Conformal`, with `.interval(x, level)` → lower and upper ends `[B, C]`, and `.guarantee(level)` in words.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: Both loaders, or none; an unknown method, or folds that are none.
+            InvalidData: The training data are not those of the fit, or there are no validation data.
+            UnsupportedError: Another likelihood than that of regression (for sets of classes see the package MAPIE), or
+                a structure that does not hold all that an input adds, without validation data.
+
+        Warns:
+            ApproximationWarning: The network is not linear in its weights, or far from the mode of the prior.
+        """
+        from laplace.refinement import conformal
+
+        self._require_data()
+        if (train_loader is None) == (val_loader is None):
+            raise InvalidArgument(
+                "give either train_loader, the data of the fit, or val_loader=, data it has not seen."
+            )
+        if val_loader is not None:
+            return conformal.split_conformal(self, val_loader)
+        return conformal.conformal(self.snapshot(), train_loader, method, folds, generator, progress_bar=progress_bar)
 
     # Posteriors beside each other.
 

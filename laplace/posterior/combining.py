@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laplace.core.argument_checks import check_counts
-from laplace.core.data_weights import DataWeights
+from laplace.core.arguments import check_counts
+from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn

@@ -3,34 +3,40 @@
 With r_i = y_i − f_i and k = J P⁻¹ Jᵀ/σ², a linear Gaussian model at its mode has, without input i and with a further
 input x whose target is f_x + u,
 
-    without i:  r_i / (1 − k_ii),  f_x − k_xi r_i / (1 − k_ii)          with (x, f_x + u):  u / (1 + k_xx),
-                                                                                          r_i − k_ix u / (1 + k_xx),
+    without i:          r_i / (1 − k_ii)  at i,    f_x − k_xi r_i / (1 − k_ii)  at x,
+    with (x, f_x + u):  r_i − k_ix u / (1 + k_xx)  at i,    u / (1 + k_xx)  at x,
 
-exactly, whatever the prior. Jackknife+ (Barber et al., 2021) takes the first line, full conformal prediction the second:
-its set is where the residual at x is not among the largest. Around a trained network both are those of the linearised
-one (Immer et al., 2021): then they are approximate. CV+ leaves out folds, S: r_S (I − k_SS)⁻¹ in place of a quotient.
+exactly, whatever the prior. Jackknife+ (Barber et al., 2021) takes the first line, full conformal prediction the
+second: its set is where the residual at x is not among the largest. Around a trained network both are those of the
+linearised one (Immer et al., 2021): then they are approximate. CV+ leaves out folds, S: (I − k_SS)⁻¹ r_S in place of
+a quotient.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
-from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.refiner import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
 from laplace.structures.base import Precision
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
 
 ConformalMethod = Literal["jackknife+", "full", "cv+"]
 
@@ -48,14 +54,14 @@ class Conformal:
     Attributes:
         method: `"jackknife+"`, `"full"`, `"cv+"` or `"split"`.
         n_data: N, the number of data whose residuals are counted.
-        exact: Whether residuals are those of refits: of a linear model, or of a head on features that the targets of the
-            fit did not train, and always for `"split"`. Else they are those of the linearised network.
+        exact: Whether residuals are those of refits: of a linear model, or of a head on features that the targets of
+            the fit did not train, and always for `"split"`. Else they are those of the linearised network.
     """
 
     method: str
     n_data: int
     exact: bool
-    _bounds: Any
+    _bounds: _Jackknife | _Folds | _Full | _Split
 
     def interval(self, x: Inputs, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper ends for the targets of inputs, `[B, C]` each, one interval for every output.
@@ -77,7 +83,9 @@ class Conformal:
     def guarantee(self, level: float = 0.9) -> str:
         """What holds at a level, if the data and the new input are exchangeable, in words."""
         if not self.exact:
-            return "approximate: residuals without an input are those of the linearised network; no coverage is promised"
+            return (
+                "approximate: residuals without an input are those of the linearised network; no coverage is promised"
+            )
         promised = level if self.method in {"full", "split"} else max(0.0, 2 * level - 1)
         return f"coverage of at least {100 * promised:.3g} %, if the data and the new input are exchangeable"
 
@@ -91,25 +99,22 @@ def conformal(
     *, progress_bar: bool = False,
 ) -> Conformal:  # fmt: skip
     """Intervals from the data of a fit; arguments and errors are those of `la.conformal`."""
+    structure = posterior.choices.structure
     check_generator(generator)
-    posterior.require_fitted()
-    likelihood, structure = posterior.likelihood, posterior.choices.structure
-    if not likelihood.has_noise or not likelihood.latent_prediction:
-        raise UnsupportedError(
-            f"conformal with likelihood={likelihood.name!r}: intervals are for 'regression'. Prediction sets of classes "
-            "are in the package MAPIE, which takes the probabilities of la(x)."
-        )
+    _check_likelihood(posterior)
     refuse_sharded(posterior, "conformal")
-    exact = _is_linear_in_its_weights(posterior)
+    if method not in ("jackknife+", "full", "cv+"):
+        raise InvalidArgument(f"method={method!r}; accepted are 'jackknife+', 'full' and 'cv+'.")
     if not structure.holds_every_input or structure.refined_by_kernels:
         raise UnsupportedError(
             f"conformal(train_loader) with hessian_structure={structure.name!r}, which does not hold all that an input "
             "adds; use 'full' over all weights or a last layer, or give val_loader= in place of train_loader."
         )
-    if method == "cv+" and not (exact and structure.name == "full"):
+    linear = _is_linear_in_its_weights(posterior)
+    if method == "cv+" and not (linear and structure.name == "full"):
         raise UnsupportedError(
-            "method='cv+' leaves out folds exactly: it takes hessian_structure='full' over the weights of a linear model, "
-            "or of a last layer whose other weights are frozen (requires_grad=False). Use method='jackknife+'."
+            "method='cv+' refits without every fold: it takes hessian_structure='full' over the weights of a linear "
+            "model, or of a last layer whose other weights are frozen (requires_grad=False). Use 'jackknife+'."
         )
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         posterior.check_unchanged()
@@ -122,23 +127,63 @@ def conformal(
         start = refiner.start - newton if method == "cv+" else refiner.start  # its folds are refits: from the mode
         known = _Known(posterior, refiner.data, covariance.precision, start, refiner.scale)
         if method == "cv+":
-            bounds: Any = _Folds.of(known, folds, generator)
+            bounds: _Jackknife | _Folds | _Full = _Folds.of(known, folds, generator)
+        elif method == "full":
+            bounds = _Full(known, known.residuals())
         else:
-            inner = [widened(block) for block in covariance.of_outputs(diagonal=False)]
-            bounds = (_Jackknife if method == "jackknife+" else _Full).of(known, torch.cat(inner))
+            blocks = [widened(block) for block in covariance.of_outputs(diagonal=False)]
+            bounds = _Jackknife.of(known, torch.cat(blocks))
     if method != "cv+" and distance > _FAR:
         warn(
             f"the posterior's mean is {distance:.2g} standard deviations from the mode of its prior, which conformal "
             "intervals start from. Call la.refine(train_loader) first, which finds it.",
             ApproximationWarning,
         )
+    exact = linear and structure.name == "full"
     if not exact:
         warn(
             "conformal intervals of a trained network are approximate: the targets have trained its features, and "
             "residuals without an input are those of the linearised network. With val_loader= coverage is guaranteed.",
             ApproximationWarning,
         )
-    return Conformal(method, int(known.n_data), exact, bounds)
+    return Conformal(method, known.n_data, exact, bounds)
+
+
+def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
+    """Intervals from held-out data, in units of the predictive standard deviation (Lei et al., 2018)."""
+    posterior = la.snapshot()
+    _check_likelihood(posterior)
+    held = copy.copy(la)  # which keeps its posterior, whatever is assigned later
+    scores: list[Tensor] = []
+    for batch in loader:
+        x, y = batches.split(batch, posterior.choices.dict_key_y)
+        mean, deviation = _moments(held, x)
+        if y.shape != mean.shape:
+            raise InvalidData(f"targets have shape {list(y.shape)}, the outputs {list(mean.shape)}; give one for each.")
+        scores.append((widened(y.to(mean.device)) - mean).abs() / deviation)
+    if not scores:
+        raise InvalidData("val_loader gave no data.")
+    whole = torch.cat(scores)
+    return Conformal("split", len(whole), True, _Split(held, whole))
+
+
+def _check_likelihood(posterior: Posterior) -> None:
+    posterior.require_fitted()
+    likelihood = posterior.likelihood
+    if not likelihood.has_noise or not likelihood.latent_prediction:
+        raise UnsupportedError(
+            f"conformal with likelihood={likelihood.name!r}: intervals are for 'regression'. Prediction sets of "
+            "classes are in the package MAPIE, which takes the probabilities of la(x)."
+        )
+
+
+def _moments(la: ParametricLaplace, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of targets, `[B, C]` each."""
+    with torch.no_grad():
+        mean, variance = la(x, diagonal_output=True, observation_noise=True)
+    if mean.ndim != 2:
+        raise UnsupportedError("conformal intervals take outputs [B, C], without positions.")
+    return widened(mean), widened(variance).sqrt()
 
 
 def _is_linear_in_its_weights(posterior: Posterior) -> bool:
@@ -150,7 +195,11 @@ def _is_linear_in_its_weights(posterior: Posterior) -> bool:
     if any(p.requires_grad for name, p in problem.module.named_parameters() if name not in names):
         return False
     whole = all(slot.entries is None for slot in problem.slots)
-    return whole and isinstance(layer, nn.Linear) and (problem.head is not None or len(list(problem.module.modules())) == 1)
+    return (
+        whole
+        and isinstance(layer, nn.Linear)
+        and (problem.head is not None or len(list(problem.module.modules())) == 1)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +225,7 @@ class _Known:
         return sum(len(batch.f) for batch in self.data.batches)
 
     def residuals(self) -> Tensor:
-        """y − f, `[N, C]`."""
+        """Y − f, `[N, C]`."""
         pushed = self.data.push(self.start)
         return torch.cat([batch.y - batch.f - step for batch, step in zip(self.data.batches, pushed, strict=True)])
 
@@ -290,6 +339,27 @@ class _Folds:
         return torch.cat(lower), torch.cat(upper)
 
 
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """Split conformal prediction: quantiles of residuals on data that the fit has not seen.
+
+    Attributes:
+        la: The posterior as it was.
+        scores: |y − f| over the predictive standard deviation, `[N, C]`.
+    """
+
+    la: ParametricLaplace
+    scores: Tensor
+
+    def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
+        mean, deviation = _moments(self.la, x)
+        rank = math.ceil((1 - alpha) * (len(self.scores) + 1) - 1e-9)
+        if rank > len(self.scores):
+            return torch.full_like(mean, -math.inf), torch.full_like(mean, math.inf)
+        width = deviation * self.scores.kthvalue(rank, 0).values
+        return mean - width, mean + width
+
+
 def _dense(linear: Any, like: Tensor) -> Tensor:
     """The Jacobian of a head's batch, `[B, C, P]`."""
     identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
@@ -297,7 +367,7 @@ def _dense(linear: Any, like: Tensor) -> Tensor:
 
 
 def _between(moved: Tensor, residuals: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """Ends of jackknife+ and CV+, `[b, C]`, of predictions `[b, N, C]` with residuals `[N, C]` (Barber et al., 2021)."""
+    """Ends of jackknife+ and CV+, `[b, C]`, of predictions `[b, N, C]` with residuals `[N, C]`."""
     n = moved.shape[1]
     low, high = math.floor(alpha * (n + 1) + 1e-9), math.ceil((1 - alpha) * (n + 1) - 1e-9)
     infinite = torch.full_like(moved[:, 0], math.inf)
@@ -318,11 +388,6 @@ class _Full:
     known: _Known
     residuals: Tensor
 
-    @classmethod
-    def of(cls, known: _Known, covariance: Tensor) -> _Full:
-        del covariance
-        return cls(known, known.residuals())
-
     def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
         lower, upper = [], []
         scale = self.known.scale.expand(self.residuals.shape[1])
@@ -338,8 +403,8 @@ class _Full:
 def _rightmost(residuals: Tensor, slopes: Tensor, own: Tensor, alpha: float) -> Tensor:
     """Largest u at which more than α (N + 1) of the N + 1 residuals are at least that of the new input, `[...]`.
 
-    |r_i − c_i u| ≥ d |u| holds between the roots r_i/(c_i ± d) where d > |c_i|, else outside of them, or on one side of a
-    single one. From the right, sets open and close at these ends; the new input counts everywhere.
+    |r_i − c_i u| ≥ d |u| holds between the roots r_i/(c_i ± d) where d > |c_i|, else outside of them, or on one side
+    of a single one. From the right, sets open and close at these ends; the new input counts everywhere.
 
     Args:
         residuals: r, `[..., N]`.
