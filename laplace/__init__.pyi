@@ -52,6 +52,7 @@ from laplace.grid import (
 from laplace.loading import load
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.combining import from_optimizer, merge
 from laplace.predictive.prediction import Prediction
 from laplace.training.online import OnlineLaplace, marglik_training
 
@@ -107,6 +108,8 @@ __all__ = [
     "SubsetOfWeights",
     "TuningMethod",
     "VaLLA",
+    "from_optimizer",
     "load",
     "marglik_training",
+    "merge",
 ]
