@@ -242,7 +242,7 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
         difference = _difference(given[0], la)
         if difference:
             raise InvalidArgument(
-                f"posterior {number} cannot be merged with the first: {difference}. All must have the same class, "
+                f"posterior {number} cannot be merged with the first: {difference}. All must have the same structure, "
                 "network, weights, likelihood, prior, noise and temperature."
             )
     _require_untied(given[0].problem)
@@ -252,7 +252,7 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
 def _difference(one: ParametricLaplace, other: ParametricLaplace) -> str | None:
     """What two posteriors differ in of all that they must share; None for nothing."""
     facts = {
-        "class": [type(la).__name__ for la in (one, other)],
+        "structure and weights": [type(la).__name__ for la in (one, other)],
         "likelihood": [la.likelihood_object.name for la in (one, other)],
         "kind of curvature": [la.backend_cls.kind for la in (one, other)],
         "number of outputs": [la.n_outputs for la in (one, other)],

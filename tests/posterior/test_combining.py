@@ -167,7 +167,7 @@ def test_what_cannot_be_merged_is_named() -> None:
         laplace.merge([la])
     with pytest.raises(InvalidType, match="Linear"):
         laplace.merge([la, la.model])  # type: ignore[list-item]
-    with pytest.raises(InvalidArgument, match="class"):
+    with pytest.raises(InvalidArgument, match="structure and weights"):
         laplace.merge([la, fitted(x, y, "diag")])
     for name in ("prior_precision", "sigma_noise", "temperature", "prior_mean"):
         changed = copy.deepcopy(other)
