@@ -31,7 +31,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, U
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
-from laplace.refinement.refiner import RefineOptions
+from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
 from laplace.structures.base import Precision
 
