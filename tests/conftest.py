@@ -27,7 +27,7 @@ _MISSING = re.compile(r"could not import '([\w.]+)'")
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from one seed, one number of threads and float32, whatever ran before it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` writes down the stack for every kind of device
     torch.set_num_threads(THREADS)
     yield
     dtype = torch.get_default_dtype()

@@ -52,7 +52,7 @@ PROBLEMS: dict[str, Problem] = {}
 def _build(name: str, factory: Callable[[], nn.Module], spread: float) -> nn.Module:
     """A network with random, nowhere trivial weights and statistics; the global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(name.encode()))
+        torch.default_generator.manual_seed(zlib.crc32(name.encode()))
         model = factory().double().eval()
         with torch.no_grad():
             for parameter in model.parameters():

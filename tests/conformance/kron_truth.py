@@ -41,6 +41,12 @@ def _networks(problem: Problem) -> tuple[nn.Module, dict[str, str]]:
 
 def factored_names(problem: Problem) -> list[str]:
     """Parameters that have Kronecker factors: of known layers that run once, and used nowhere else."""
+    return _factored_names(problem.name)
+
+
+@cache
+def _factored_names(name: str) -> list[str]:
+    problem = catalogue.get(name)
     model, renamed = _networks(problem)
     calls: dict[str, int] = {}
     owners: dict[int, int] = {}
