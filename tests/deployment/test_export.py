@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from laplace.errors import InvalidData, NotFittedError, UnsupportedError
 from laplace.jacobian.index import IndexBlock
 from laplace.likelihoods import LIKELIHOODS
 from laplace.mixture import MixtureLaplace
-from tests import grid
+from tests import fresh, grid
 from tests.versions import newer_torch
 
 BATCH = torch.export.Dim("batch")
@@ -208,14 +206,16 @@ def test_saved_by_torch_export_and_loaded_without_the_library(tmp_path: Path) ->
     program = torch.export.export(la.export(x[:4]), (x[:4],), dynamic_shapes=({0: BATCH},))
     torch.export.save(program, tmp_path / "prediction.pt2")
     torch.save((x, la(x)), tmp_path / "expected.pt")
-    lines = [
-        "import sys, torch",
-        "x, expected = torch.load('expected.pt')",
-        "for actual, value in zip(torch.export.load('prediction.pt2').module()(x), expected, strict=True):",
-        "    torch.testing.assert_close(actual, value)",
-        "assert 'laplace' not in sys.modules",
-    ]
-    subprocess.run([sys.executable, "-I", "-c", "\n".join(lines)], cwd=tmp_path, check=True)
+    script = f"""
+import sys, torch
+x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+program = torch.export.load({str(tmp_path / "prediction.pt2")!r})
+for actual, value in zip(program.module()(x), expected, strict=True):
+    torch.testing.assert_close(actual, value)
+assert 'laplace' not in sys.modules
+"""
+    (done,) = fresh.run(script)
+    assert not done.status, done.errors
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from laplace import Laplace, ParametricLaplace
 from laplace.curvature import NativeHessian
-
-_ROOT = Path(__file__).parents[2]
+from tests import fresh
 
 N_DATA, BATCH = 50, 8
 N_BATCHES = 7
@@ -130,7 +127,8 @@ def left_behind(folder: Path, n_threads: int) -> None:
         n_threads: Of PyTorch, as in the tests: with others sums have other bits.
     """
     program = f"from tests.fitting.interrupted import _die; _die({str(folder)!r}, {n_threads})"
-    subprocess.run([sys.executable, "-c", program], cwd=_ROOT, check=True, timeout=240)
+    (done,) = fresh.run(program)
+    assert not done.status, done.errors
 
 
 def _die(folder: str, n_threads: int) -> None:

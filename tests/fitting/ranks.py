@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,14 +11,7 @@ from typing import Any
 
 from torch import distributed
 
-_ROOT = Path(__file__).parents[2]
-
-_PROGRAM = """
-import sys
-from tests.fitting.ranks import _serve
-
-_serve(*sys.argv[1:])
-"""
+from tests import fresh
 
 
 def run(function: Callable[..., Any], *arguments: Any, size: int = 2, folder: Path, timeout: float = 240) -> list[Any]:
@@ -34,30 +25,24 @@ def run(function: Callable[..., Any], *arguments: Any, size: int = 2, folder: Pa
         timeout: Seconds, of all together.
     """
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
-    command = [sys.executable, "-c", _PROGRAM, str(folder), str(size)]
-    processes = [subprocess.Popen([*command, str(rank)], cwd=_ROOT) for rank in range(size)]
-    try:
-        for process in processes:
-            process.wait(timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    script = f"from tests.fitting.ranks import _serve; _serve({str(folder)!r}, {size}, "
+    ended = fresh.run(*[f"{script}{rank})" for rank in range(size)], timeout=timeout)
+    for rank, done in enumerate(ended):
+        assert not done.status, f"rank {rank} ended with {done.status}: {done.errors}"
     found = [pickle.loads((folder / f"found {rank}").read_bytes()) for rank in range(size)]
     for rank, (value, error) in enumerate(found):
         assert error is None, f"rank {rank}: {error}{value}"
     return [value for value, _ in found]
 
 
-def _serve(folder: str, size: str, rank: str) -> None:
+def _serve(folder: str, size: int, rank: int) -> None:
     place = Path(folder)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{place / 'store'}", rank=int(rank), world_size=int(size),
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
+        "gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     try:
         function, arguments = pickle.loads((place / "call").read_bytes())
-        found = function(int(rank), *arguments), None
+        found = function(rank, *arguments), None
     except BaseException:
         found = None, traceback.format_exc()
     (place / f"found {rank}").write_bytes(pickle.dumps(found))

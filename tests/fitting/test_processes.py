@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from laplace import MixtureLaplace, OnlineLaplace
 from laplace.errors import ApproximationWarning
 from laplace.training.continual import TaskFit
 from tests import grid
+from tests.fitting import ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
 
@@ -72,39 +70,19 @@ def test_a_group_of_one_is_the_usual_case(group: Callable[[int], None]) -> None:
     grid.make("all", "kron").fit(grid.batches())
 
 
-RANK = """
-import sys
-from tests.fitting.test_processes import fits_of_a_rank
-
-print(*fits_of_a_rank(1, sys.argv[1]), sep=";")
-"""
-
-
-def fits_of_a_rank(rank: int, store: str) -> list[str]:
+def fits_of_a_rank(rank: int) -> list[str]:
     """Number of data and warnings of a fit to a shard, and of a fit to all the data."""
-    limit = timedelta(seconds=120)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    try:
-        data = TensorDataset(torch.randn(101, 3), torch.randint(3, (101,)))
-        la, found = grid.make("all", "kron"), []
-        for loader in (DataLoader(data, 20, sampler=DistributedSampler(data)), DataLoader(data, 20)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                la.fit(loader)
-            found.append(f"{la.n_data} {[w.category.__name__ for w in caught]}")
-        return found
-    finally:
-        distributed.destroy_process_group()
+    data = TensorDataset(torch.randn(101, 3), torch.randint(3, (101,)))
+    la, found = grid.make("all", "kron"), []
+    for loader in (DataLoader(data, 20, sampler=DistributedSampler(data)), DataLoader(data, 20)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            la.fit(loader)
+        found.append(f"{la.n_data} {[w.category.__name__ for w in caught]}")
+    return found
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """This one and another, each of which sees 51 of 101 data, and all of them where its loader has them."""
-    store = str(tmp_path / "store")
-    command = [sys.executable, "-c", RANK, store]
-    other = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
-    try:
-        mine = fits_of_a_rank(0, store)
-        theirs = other.communicate(timeout=120)[0].strip().split(";")
-    finally:
-        other.kill()
-    assert mine == theirs == ["51 ['ApproximationWarning']", "101 ['ApproximationWarning']"]
+    """Each sees 51 of 101 data, and all of them where its loader has them."""
+    for found in ranks.run(fits_of_a_rank, folder=tmp_path):
+        assert found == ["51 ['ApproximationWarning']", "101 ['ApproximationWarning']"]

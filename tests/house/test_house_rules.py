@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from laplace.likelihoods import LIKELIHOODS
+from tests.fresh import printed
 from tests.source import (
     FILES,
     ROOT,
@@ -182,9 +182,7 @@ print(*sorted(set(sys.modules) - before))
 
 def test_import_is_light() -> None:
     """Counted, not timed: beside torch nothing but the package itself, tqdm and some of the standard library."""
-    command = [sys.executable, "-c", _IMPORT_COST]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    new = [module for module in done.stdout.split() if module.split(".")[0] != "laplace"]
+    new = [module for module in printed(_IMPORT_COST) if module.split(".")[0] != "laplace"]
     light = ALWAYS_THERE | set(sys.stdlib_module_names)
     assert not [module for module in new if module.split(".")[0] not in light]
     assert not [module for module in new if module.startswith(("torch._dynamo", "torch._inductor", "torch.onnx"))]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 
 import laplace
 from laplace.core import lazy
+from tests.fresh import printed
 from tests.house.stubs import table_of
-from tests.source import PACKAGE, ROOT, name_of, nodes
+from tests.source import PACKAGE, name_of, nodes
 from tests.versions import newer_torch
 
 LAZY = sorted({path for path, node in nodes(ast.Call) if ast.unparse(node.func).split(".")[-1] == "attach"})
@@ -141,14 +141,6 @@ for la, loader, x in fitted('diag', networks[:1]):
 
 def dotted(path: Path) -> str:
     return ".".join(["laplace", *path.relative_to(PACKAGE).parent.parts])
-
-
-def printed(script: str) -> list[str]:
-    """Words that a fresh process prints, in which warnings are errors, but for one of PyTorch 2.4 about pickles."""
-    command = [sys.executable, "-W", "error", "-W", "ignore::FutureWarning:torch.storage", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    return done.stdout.split()
 
 
 def loaded(script: str) -> set[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from laplace.errors import InvalidInputs, MemoryWarning
 from laplace.predictive import sampled
 from laplace.predictive.sampled import LEAST_SAMPLES, one_by_one, outputs_at, vectorised
 from laplace.weights.problem import ParameterSlice, Problem
+from tests import fresh
 
 SAMPLES, BUDGET = 24, 2**30
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -401,7 +400,7 @@ la(torch.randn(5, 2), pred_type="nn", link_approx="mc", n_samples=20)
 assert list(la.problem.samples_at_once.values())[0] > 1
 assert by_vmap or "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.printed(code)
 
 
 # Posteriors.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor
 from laplace.errors import InvalidArgument
 from laplace.tuning.search import BOUND, Evaluate, SearchOptions, minimise
 from tests.reference.compare import assert_close
-from tests.versions import newer_torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,22 +140,3 @@ def test_adam_takes_the_steps_of_pytorch() -> None:
         values.append(value)
         optimizer.step()
     assert_close(torch.tensor(search.values), torch.tensor(values), "algebra")
-
-
-@newer_torch("PyTorch itself imports it")
-def test_the_first_calls_do_not_import_a_compiler() -> None:
-    """Neither a fit nor predictions, an evidence's gradient or a tuning."""
-    script = """
-import sys, torch, laplace
-x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
-for structure in ("diag", "kron"):
-    la = laplace.Laplace(torch.nn.Linear(3, 2), "classification", "all", structure)
-    la.fit([(x, y)])
-    la(x), la(x, "nn", "mc")
-    la.log_marginal_likelihood(torch.ones(1, requires_grad=True)).backward()
-    la.optimize_prior_precision()
-    la.optimize_prior_precision(method="gridsearch", val_loader=[(x, y)])
-print([name for name in sys.modules if name.startswith("torch._dynamo")])
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
