@@ -11,7 +11,7 @@ standard errors: few data, or a small gain, choose the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -329,7 +329,7 @@ class _Scores:
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
         for part in scored.groups(len(latents[0][0])):
-            existing = [variance for _, at, _ in latents if (variance := _existing(at, part)) is not None]
+            existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
             if len(existing) < len(latents):
                 self._gaps[part] = torch.nan
                 continue
@@ -383,30 +383,10 @@ class _Scores:
         return (residual.clamp(min=0) * self.n_data / (self.n_data - 1)).sqrt() / self._counts
 
 
-def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Tensor | None:
-    """(Co)variances at consecutive candidates; NaN where a posterior does not exist, None where none of them does."""
-    together = variances_at(part)
-    if together is not None:
-        return together
-    each = [variances_at(slice(i, i + 1)) for i in range(part.start, part.stop)]
-    known = next((variance for variance in each if variance is not None), None)
-    if known is None:
-        return None
-    return torch.cat([torch.full_like(known, torch.nan) if variance is None else variance for variance in each])
-
-
 def _predicted(scored: MixedCandidates, means: list[Tensor], variances: list[Tensor], weights: Tensor) -> Prediction:
     """Predictions of n candidates at R rows, as scores read them, of components with weights `[K, n]`.
 
     Their outputs have means `[R, C]` and (co)variances `[n, R, C]` or `[n, R, C, C]`.
     """
-    predictions: list[Prediction] = []
-    for part, mean, variance in zip(scored.parts, means, variances, strict=True):
-        n = len(variance)
-        every = mean.expand(n, *mean.shape).flatten(0, 1)
-        summary = part.summaries.of_gaussian(every, variance.flatten(0, 1))
-        if isinstance(summary, tuple):
-            predictions.append((summary[0].unflatten(0, (n, -1)), summary[1].unflatten(0, (n, -1))))
-        else:
-            predictions.append(summary.unflatten(0, (n, -1)))
-    return mixed(predictions, weights)
+    parts = zip(scored.parts, means, variances, strict=True)
+    return mixed([part.summaries.of_gaussians(mean, variance) for part, mean, variance in parts], weights)

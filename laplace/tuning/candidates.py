@@ -103,6 +103,14 @@ class Summaries:
             self.draws(mean.device), for_scores=self.for_scores,
         )  # fmt: skip
 
+    def of_gaussians(self, mean: Tensor, variances: Tensor) -> Prediction:
+        """Summaries, `[n, B, C]`, of f with one mean `[B, C]` and n (co)variances `[n, B, C]` or `[n, B, C, C]`."""
+        means = mean.expand(len(variances), *mean.shape)
+        summary = self.of_gaussian(means.flatten(0, 1), variances.flatten(0, 1))
+        if isinstance(summary, tuple):
+            return summary[0].unflatten(0, means.shape[:2]), summary[1].unflatten(0, means.shape[:2])
+        return summary.unflatten(0, means.shape[:2])
+
     def of_samples(self, samples: Tensor) -> Prediction:
         """Summary of samples of f, `[S, B, C]`."""
         return self.likelihood.target.summary_of_samples(self.likelihood, samples, for_scores=self.for_scores)
@@ -192,9 +200,8 @@ class Candidates:
     def latents(self, x: Inputs) -> tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]:
         """Gaussians over the outputs of a batch, by one pass of the network and of its Jacobians.
 
-        Returns:
-            Their mean, `[B, C]`; their (co)variances at n consecutive candidates, `[n, B, C]` or `[n, B, C, C]`, None
-            where a posterior does not exist; positions. With positions, B are rows, data × positions.
+        They are their mean, `[B, C]`; their (co)variances at n consecutive candidates, `[n, B, C]` or `[n, B, C, C]`,
+        NaN where a posterior does not exist, and None where none of them does; positions, as of `prepare`.
         """
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)
@@ -245,30 +252,24 @@ class Candidates:
 
     def _linearised(self, mean: Tensor, variances_at: Callable[[slice], Tensor | None], group: slice) -> Prediction:
         variance = variances_at(group)
-        if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
-            places = range(*group.indices(len(self.settings)))
-            variances = [variances_at(slice(i, i + 1)) for i in places]
-            known = next((v for v in variances if v is not None), None)
-            if known is None:
-                raise CurvatureError("the posterior does not exist at any of these candidates.")
-            variance = torch.cat([torch.full_like(known, torch.nan) if v is None else v for v in variances])
-        if group.stop - group.start == 1:
-            return self.summaries.of_gaussian(mean, variance[0])
-        means = mean.expand(len(variance), -1, -1)
-        summary = self.summaries.of_gaussian(means.flatten(0, 1), variance.flatten(0, 1))
-        if isinstance(summary, tuple):
-            return summary[0].unflatten(0, means.shape[:2]), summary[1].unflatten(0, means.shape[:2])
-        return summary.unflatten(0, means.shape[:2])
+        if variance is None:
+            raise CurvatureError("the posterior does not exist at any of these candidates.")
+        one = group.stop - group.start == 1
+        return self.summaries.of_gaussian(mean, variance[0]) if one else self.summaries.of_gaussians(mean, variance)
 
     def _variances(self, functions: list[VariancesOf], group: slice) -> Tensor | None:
-        """(c (w₀ H + δ/c))⁻¹ between the rows of J, `[n, B, C]` or `[n, B, C, C]`; None where P has no inverse."""
-        factors = self.factors[group]
+        """(c (w₀ H + δ/c))⁻¹ between the rows of J, as of `latents`."""
         try:
-            parts = [variances(group) for variances in functions]
-        except (CurvatureError, torch.linalg.LinAlgError):
-            return None
-        variance = torch.cat(parts, 1)
-        return variance / factors.view(-1, *(1,) * (variance.ndim - 1))
+            variance = torch.cat([variances(group) for variances in functions], 1)
+        except (CurvatureError, torch.linalg.LinAlgError):  # of some candidate P has no inverse: it alone is NaN
+            if group.stop - group.start == 1:
+                return None
+            each = [self._variances(functions, slice(i, i + 1)) for i in range(group.start, group.stop)]
+            known = next((one for one in each if one is not None), None)
+            if known is None:
+                return None
+            return torch.cat([torch.full_like(known, torch.nan) if one is None else one for one in each])
+        return variance / self.factors[group].view(-1, *(1,) * (variance.ndim - 1))
 
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         posterior = self.posterior

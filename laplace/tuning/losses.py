@@ -54,11 +54,7 @@ def negative_log_density(likelihood: Likelihood, prediction: Prediction, y: Tens
 
 
 def find_score(name: str, likelihood: Likelihood) -> Score:
-    """A score of a likelihood's predictions.
-
-    Raises:
-        UnsupportedError: It has no meaning for this target.
-    """
+    """A score of a likelihood's predictions; an error where it has no meaning for this target."""
     scores = {"nll": negative_log_density, **likelihood.target.scores}
     if name not in scores:
         raise UnsupportedError(
@@ -91,21 +87,13 @@ class Running(ABC):
 
 @dataclass(frozen=True)
 class LossRule:
-    """How a loss is computed.
+    """How a loss is computed."""
 
-    Attributes:
-        name: For messages.
-        fresh: Makes a running loss that has seen nothing.
-        many: Whether it takes the predictions of many candidates at once.
-        whole_covariance: Whether regressions hand it `[B, C, C]`, the variance that users' predictions have.
-        thresholds: Whether 0 is what is looked for, and the smallest candidate with it.
-    """
-
-    name: str
-    fresh: Callable[[], Running]
-    many: bool = True
-    whole_covariance: bool = False
-    thresholds: bool = False
+    name: str  # for messages
+    fresh: Callable[[], Running]  # makes a running loss that has seen nothing
+    many: bool = True  # whether it takes the predictions of many candidates at once
+    whole_covariance: bool = False  # whether regressions hand it `[B, C, C]`, as users' predictions have
+    thresholds: bool = False  # whether 0 is what is looked for, and the smallest candidate with it
 
 
 @dataclass(frozen=True)
@@ -281,16 +269,7 @@ Loss = Literal["nll", "brier", "crps", "ece"] | Thresholds | RunningMetric | Cal
 
 
 def make_loss(loss: Any, likelihood: Likelihood) -> LossRule:
-    """A loss from what users give.
-
-    Args:
-        loss: None or `"nll"`, `"brier"`, `"crps"`, `"ece"`, `Thresholds`, a running metric or a callable.
-        likelihood: Of the targets.
-
-    Raises:
-        InvalidArgument: None of these, or a metric of which large values are good.
-        UnsupportedError: A score that has no meaning for this likelihood.
-    """
+    """A loss from what users give: None or a name, `Thresholds`, a running metric or a callable."""
     if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
         name = loss or "nll"
         return LossRule(name, partial(MeanScore, find_score(name, likelihood), likelihood))
@@ -321,26 +300,14 @@ def make_loss(loss: Any, likelihood: Likelihood) -> LossRule:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loaders, and the weight of the out-of-distribution inputs.
+    """Loaders, and the weight of the out-of-distribution inputs."""
 
-    Attributes:
-        loader: Validation data, batches as `fit` takes them.
-        ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
-        ood_weight: λ of equation 12 of Daxberger et al. (2021).
-        progress_bar: Show a progress bar for each pass over the data.
-        processes: Those whose loaders have the other shards of the data; None where all data are here.
-        refuse_training_data: Whether data of the fit are an error, and not a warning.
-
-    Raises:
-        InvalidArgument: A weight that is negative or not finite.
-    """
-
-    loader: Iterable[Any]
-    ood_loader: Iterable[Any] | None = None
-    ood_weight: float = 1.0
+    loader: Iterable[Any]  # validation data, batches as `fit` takes them
+    ood_loader: Iterable[Any] | None = None  # inputs from elsewhere; targets are not read
+    ood_weight: float = 1.0  # λ of equation 12 of Daxberger et al. (2021)
     progress_bar: bool = False
-    processes: Processes | None = None
-    refuse_training_data: bool = False
+    processes: Processes | None = None  # whose loaders have the other shards of the data
+    refuse_training_data: bool = False  # whether data of the fit are an error, and not a warning
 
     def __post_init__(self) -> None:
         if not 0 <= self.ood_weight < math.inf:
@@ -351,11 +318,7 @@ class Validation:
     def batches(self, posterior: Posterior, label: str = "validation") -> Iterator[tuple[str, Inputs, Tensor]]:
         """Name of a batch, inputs and targets of the validation data, without ignored ones, on the posterior's device.
 
-        Raises:
-            InvalidData: There are none, and no other processes that may have some; or they are refused data of the fit.
-
-        Warns:
-            DataWarning: They are data of the fit.
+        Data of the fit are refused, or warned of.
         """
         loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
@@ -381,11 +344,7 @@ class Validation:
             raise InvalidData("the validation loader gave no data, or all are ignored; nothing was changed.")
 
     def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
-        """Name of a batch and out-of-distribution inputs, on the posterior's device.
-
-        Raises:
-            InvalidData: There are none.
-        """
+        """Name of a batch and out-of-distribution inputs, on the posterior's device."""
         empty, loader = True, self.ood_loader or ()
         bar = DataBar("out-of-distribution inputs", loader, shown=self.progress_bar)
         for number, batch in enumerate(loader):
@@ -404,15 +363,10 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Checked targets of a batch.
+    """Checked targets of a batch."""
 
-    Attributes:
-        y: One for every row of the outputs; zeros `[B]` of out-of-distribution inputs, which have none.
-        rows: Rows that are not ignored, of outputs with positions; None for all.
-    """
-
-    y: Tensor
-    rows: Tensor | None
+    y: Tensor  # one for every row of the outputs; zeros `[B]` of out-of-distribution inputs, which have none
+    rows: Tensor | None  # rows that are not ignored, of outputs with positions; None for all
 
     @classmethod
     def of(cls, posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Targets:
@@ -444,9 +398,5 @@ class Targets:
 
 
 def entropy_of(likelihood: Likelihood) -> LossRule:
-    """Mean entropy of the predictive distributions, in nats.
-
-    Raises:
-        UnsupportedError: The likelihood does not say what its predictions are distributions of.
-    """
+    """Mean entropy of the predictive distributions, in nats."""
     return LossRule("entropy", partial(MeanScore, find_score("entropy", likelihood), likelihood))

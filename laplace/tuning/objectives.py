@@ -45,16 +45,13 @@ _LARGEST_NOISE = 1.5
 
 @dataclass(frozen=True)
 class Evidence(Objective):
-    """The log evidence log p(D), which is made large (MacKay, 1992).
-
-    Raises:
-        InvalidArgument: The mean of evidences of different numbers of data; their product may be maximised.
-    """
+    """The log evidence log p(D), which is made large (MacKay, 1992)."""
 
     group: PosteriorGroup
     sign: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
+        # Evidences of different numbers of data have no mean; their product may be maximised.
         if self.group.combined is log_mean_exp:
             require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
 
@@ -147,12 +144,7 @@ def noise_warning(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor
 
 
 class ValidationLoss(Objective):
-    """A loss of predictions of validation data, for a search on a grid.
-
-    Raises:
-        InvalidArgument: What is no loss.
-        UnsupportedError: A score that has no meaning for this likelihood.
-    """
+    """A loss of predictions of validation data, for a search on a grid."""
 
     def __init__(
         self, group: PosteriorGroup, loss: str | Loss | None, data: Validation, predictive: Predictive
@@ -162,11 +154,7 @@ class ValidationLoss(Objective):
         self.has_thresholds = self.loss.thresholds
 
     def grid(self, axes: dict[str, Tensor], prior: Tensor) -> Grid:
-        """The grid of some axes; a tuned prior precision is written in the structure of `prior`.
-
-        Raises:
-            InvalidArgument: Thresholds with what they do not go with, or several prior precisions that are not tuned.
-        """
+        """The grid of some axes; a tuned prior precision is written in the structure of `prior`."""
         if self.has_thresholds:
             if tuple(axes) != ("prior_precision",):
                 raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
@@ -226,13 +214,7 @@ class _Batch:
 
 
 class SmoothLoss(ValidationLoss):
-    """A validation loss of linearised predictions, for a search by gradients; the network runs once, when it is made.
-
-    Raises:
-        InvalidArgument: `pred_type="nn"`, thresholds, or a class that predicts by a method of its own.
-        InvalidData: No validation data.
-        UnsupportedError: Several processes have the validation data, or the curvature.
-    """
+    """A validation loss of linearised predictions, for a search by gradients; the network runs in the constructor."""
 
     def __init__(
         self, group: PosteriorGroup, loss: str | Loss | None, data: Validation, predictive: Predictive

@@ -80,19 +80,15 @@ def report(result: TuningResult) -> None:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a search goes on.
+    """How a search goes on, checked.
 
-    Attributes:
-        method: `"adam"`, `"lbfgs"` (with a strong Wolfe line search), `"em"` (a fixed point) or `"grid"`.
-        n_steps: Steps of Adam, iterations of L-BFGS, or the largest number of fixed-point steps.
-        lr: Step size of Adam on logarithms.
-        tolerance: A search by gradients ends where no entry of the gradient exceeds it times max(1, |value|); None
-            makes all steps.
+    One by gradients ends where no entry of the gradient exceeds the tolerance times max(1, |value|); without a
+    tolerance it makes all steps.
     """
 
-    method: str
-    n_steps: int = 100
-    lr: float = 0.1
+    method: str  # "adam", "lbfgs" (with a strong Wolfe line search), "em" (a fixed point) or "grid"
+    n_steps: int = 100  # of Adam, iterations of L-BFGS, or the largest number of fixed-point steps
+    lr: float = 0.1  # step size of Adam on logarithms
     tolerance: float | None = None
     label: str = "tuning"
     progress_bar: bool = False
@@ -148,11 +144,7 @@ class Search:
     options: SearchOptions
 
     def run(self) -> TuningResult:
-        """The best hyper-parameters.
-
-        Raises:
-            InvalidArgument: The objective is finite nowhere, or no setting meets the thresholds.
-        """
+        """The best hyper-parameters; an error where the objective is finite nowhere, or no thresholds are met."""
         if isinstance(self.coordinates, Grid):
             return self._on_grid(self.coordinates)
         result = (self._fixed_point if self.options.method == "em" else self._by_gradient)(self.coordinates)
@@ -222,23 +214,14 @@ def _result(
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The logarithms of the tuned hyper-parameters as one vector.
+    """The logarithms of the tuned hyper-parameters as one vector."""
 
-    Attributes:
-        names: Which are tuned, out of `NAMES`.
-        start: The values to begin with; those that are not tuned keep them.
-    """
-
-    names: tuple[str, ...]
-    start: Hyperparameters
+    names: tuple[str, ...]  # which are tuned, out of `NAMES`
+    start: Hyperparameters  # values to begin with; those that are not tuned keep them
 
     @classmethod
     def around(cls, group: PosteriorGroup, names: tuple[str, ...], structure: str | None) -> Coordinates:
-        """Coordinates that start at the present values, a tuned prior precision in the structure that is asked for.
-
-        Raises:
-            InvalidArgument: Unknown structure, or posteriors that differ in what is not tuned.
-        """
+        """Coordinates that start at the present values, a tuned prior precision in the structure that is asked for."""
         now = group.hypers(names)
         prior = _restructured(now.prior_precision, structure, group.layout)
         return cls(names, replace(now, prior_precision=prior) if "prior_precision" in names else now)
@@ -257,11 +240,7 @@ class Coordinates:
 
 
 def checked_names(tune: str | Sequence[str], *, has_noise: bool, by_evidence: bool) -> tuple[str, ...]:
-    """The names of what is tuned, in the order of `NAMES`.
-
-    Raises:
-        InvalidArgument: None, an unknown name, a noise without a noisy likelihood, or a temperature by the evidence.
-    """
+    """The names of what is tuned, in the order of `NAMES`."""
     names = (tune,) if isinstance(tune, str) else tuple(str(name) for name in tune)
     unknown = [name for name in names if name not in NAMES]
     if not names or unknown:
@@ -283,9 +262,6 @@ def prior_in_structure(
     """A prior precision in the asked structure: a vector keeps its own, a scalar is repeated.
 
     `name` is that of the caller's argument, for messages.
-
-    Raises:
-        InvalidArgument: Unknown structure, or a vector whose length fits nothing.
     """
     lengths = _lengths(structure, layout)
     value = positive(name, as_tensor(name, init, like=like)).detach().reshape(-1)
@@ -340,23 +316,14 @@ _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 
 @dataclass
 class Course:
-    """The course of a search by gradients.
+    """The course of a search by gradients, and the best value that it saw."""
 
-    Attributes:
-        best: Where the best value was seen, `[n]`.
-        best_value: That value; infinite before the first finite one.
-        slope: Largest entry of the gradient there.
-        values: All values in order.
-        bad: How many values or gradients were not finite.
-        converged: Whether the gradient vanished, or nothing got better any more.
-    """
-
-    best: Tensor
+    best: Tensor  # where that was, `[n]`
     best_value: float = math.inf
-    slope: float = math.inf
+    slope: float = math.inf  # largest entry of the gradient there
     values: list[float] = field(default_factory=list)
-    bad: int = 0
-    converged: bool = False
+    bad: int = 0  # how many values or gradients were not finite
+    converged: bool = False  # whether the gradient vanished, or nothing got better any more
 
     def record(self, logs: Tensor, value: float, gradient: Tensor) -> float | None:
         """Takes note of an evaluation; its slope, or None where it is not finite."""
@@ -523,17 +490,11 @@ _AS_GOOD = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """All combinations of some values of the tuned hyper-parameters.
+    """All combinations of some values of the tuned hyper-parameters."""
 
-    Attributes:
-        axes: Values of each, ascending or as the caller gave them, `[n]`.
-        now: The values of the others; of a vector noise the ratios are kept if it is not tuned.
-        prior: A prior precision in the structure in which a tuned one is written: the posterior is the same.
-    """
-
-    axes: dict[str, Tensor]
-    now: Hyperparameters
-    prior: Tensor
+    axes: dict[str, Tensor]  # values of each, ascending or as the caller gave them, `[n]`
+    now: Hyperparameters  # values of the others; of a vector noise the ratios are kept if it is not tuned
+    prior: Tensor  # a prior precision in the structure in which a tuned one is written: the posterior is the same
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -564,11 +525,7 @@ class Grid:
 def make_axes(
     names: tuple[str, ...], given: Mapping[str, Tensor | Sequence[float]] | None, like: Tensor
 ) -> dict[str, Tensor]:
-    """Values of every tuned hyper-parameter, `[n]`: the caller's, or powers of 10.
-
-    Raises:
-        InvalidArgument: Values of something that is not tuned, none, or values that are not positive.
-    """
+    """Values of every tuned hyper-parameter, `[n]`: the caller's, or powers of 10."""
     given = given or {}
     unknown = [name for name in given if name not in names]
     if unknown:

@@ -29,17 +29,11 @@ Place = tuple[str, nn.Module, str]
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Entries of one tensor, seen as a matrix (first dimension × the rest): rows × columns, then an index.
+    """Entries of one tensor, seen as a matrix (first dimension × the rest): rows × columns, then an index."""
 
-    Attributes:
-        rows: Rows that hold a selected entry, `[R]`, or None for all.
-        cols: Columns that hold one, `[Q]`, or None for all.
-        index: Indices within the R × Q sub-matrix, row-major, or None if it is selected whole.
-    """
-
-    rows: Tensor | None
-    cols: Tensor | None
-    index: Tensor | None
+    rows: Tensor | None  # that hold a selected entry, `[R]`, or None for all
+    cols: Tensor | None  # that hold one, `[Q]`, or None for all
+    index: Tensor | None  # within the R × Q sub-matrix, row-major, or None if it is selected whole
 
     @classmethod
     def of(cls, entries: Tensor, shape: torch.Size) -> Selection:
@@ -58,17 +52,11 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class ParameterSlice:
-    """One tensor of a problem with random entries.
+    """One tensor of a problem with random entries."""
 
-    Attributes:
-        name: Qualified name in the module.
-        shape: Shape of the whole tensor.
-        entries: Flat random entries, sorted, or None for all.
-    """
-
-    name: str
-    shape: torch.Size
-    entries: Tensor | None = None
+    name: str  # qualified, in the module
+    shape: torch.Size  # of the whole tensor
+    entries: Tensor | None = None  # flat random entries, sorted, or None for all
 
     @property
     def size(self) -> int:
@@ -184,10 +172,9 @@ class Problem:
         ]
 
     def detached(self, places: list[Place] | None = None) -> dict[str, Tensor]:
-        """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed.
+        """Every parameter by name, detached; of a head also tied ones separately, since its features are fixed.
 
-        Args:
-            places: Those of the parameters, where they are known.
+        Here and below `places` are those of the parameters, where they are known.
         """
         tensors = {name: module._parameters[key] for name, module, key in places or self.places()}
         if self.head is None:  # the first name of tied ones
@@ -208,11 +195,7 @@ class Problem:
         return {name: shared[id(table[key])] for name, table, key in tables if name in names}
 
     def stand_ins(self, places: list[Place] | None = None) -> dict[str, Tensor]:
-        """Detached tensors for every parameter: those of the slots require gradients, the others do not.
-
-        Args:
-            places: Those of the parameters, where they are known.
-        """
+        """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
         tensors = self.detached(places)
         for slot in self.slots:
             tensors[slot.name].requires_grad_()
@@ -240,14 +223,7 @@ class Problem:
     ) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Puts tensors in the place of the module's own, in all places of tied ones, which are put back at the end.
 
-        What it yields puts others there, of the same names or of some of them.
-
-        Args:
-            tensors: By the names of `detached`.
-            places: Those of the parameters, where they are known.
-
-        Raises:
-            UnsupportedError: The module is spread over processes, and puts its own there in every pass.
+        Tensors have the names of `detached`. What it yields puts others there, of the same names or of some of them.
         """
         if tensors and self.processes is not None:
             require_whole(self.module, "what is asked replaces weights, or differentiates by them twice")
@@ -267,16 +243,7 @@ class Problem:
                 table[key] = tensor
 
     def run(self, tensors: Mapping[str, Tensor], x: Inputs, places: list[Place] | None = None) -> Tensor:
-        """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`.
-
-        Args:
-            tensors: By the names of `detached`.
-            x: Inputs.
-            places: Those of the parameters, where they are known.
-
-        Raises:
-            InvalidData: The output has fewer dimensions.
-        """
+        """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`."""
         with self.holding(tensors, places):
             return self.outputs(x)
 
