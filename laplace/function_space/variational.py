@@ -87,19 +87,12 @@ class VariationalOptions:
 
 @dataclass(frozen=True, eq=False)
 class VariationalCurvature(Curvature):
-    """J_Zᵀ L Lᵀ J_Z, and what the evidence lower bound needs to know of all data.
+    """J_Zᵀ L Lᵀ J_Z, and what the evidence lower bound needs to know of all data."""
 
-    Attributes:
-        inducing: J_Z and L.
-        places: The inducing outputs.
-        second: Σ_n K_Zn Λ_n K_nZ, `[E, M, M]`, float64.
-        total: Σ_n tr(Λ_n K_nn), `[E]`, float64.
-    """
-
-    inducing: Inducing
-    places: Places
-    second: Tensor
-    total: Tensor
+    inducing: Inducing  # J_Z and L
+    places: Places  # The inducing outputs
+    second: Tensor  # Σ_n K_Zn Λ_n K_nZ, `[E, M, M]`, float64
+    total: Tensor  # Σ_n tr(Λ_n K_nn), `[E]`, float64
     name = "gp"
     exact_ggn = True
     weighs_data = False
@@ -180,15 +173,10 @@ class VariationalCurvature(Curvature):
 
 @dataclass(frozen=True, eq=False)
 class VariationalPrecision(SubsetPrecision):
-    """P = J_Zᵀ L Lᵀ J_Z + δ.
+    """P = J_Zᵀ L Lᵀ J_Z + δ."""
 
-    Attributes:
-        curvature: What the data say.
-        scale_of_data: 1/(σ²T) of every term, `[E]`.
-    """
-
-    curvature: VariationalCurvature
-    scale_of_data: Tensor
+    curvature: VariationalCurvature  # What the data say
+    scale_of_data: Tensor  # 1/(σ²T) of every term, `[E]`
 
     def slack(self) -> Tensor:
         """tr(H P⁻¹) + δ tr(P⁻¹) − P, 0-dim, differentiable in noise, temperature and prior."""
@@ -199,14 +187,7 @@ class VariationalPrecision(SubsetPrecision):
 
 
 class InducingPass(DataPass):
-    """First reading: counts the data, and picks locations among them where none were given.
-
-    Args:
-        engine: Computes Jacobians.
-        options: Where the inducing outputs are.
-        training: How they are trained.
-        former: A posterior to go on from, or None.
-    """
+    """First reading: counts the data, and picks locations among them where none were given."""
 
     def __init__(
         self,
@@ -215,10 +196,10 @@ class InducingPass(DataPass):
         training: Training,
         former: VariationalCurvature | None = None,
     ) -> None:
-        self.engine = engine
-        self.options = options
-        self.training = training
-        self.former = former
+        self.engine = engine  # Computes Jacobians
+        self.options = options  # Where the inducing outputs are
+        self.training = training  # How they are trained
+        self.former = former  # A posterior to go on from, or None
         self.energy = Energy(engine.likelihood, options.alpha, options.mc_softmax_samples)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.n_data = 0
@@ -253,13 +234,7 @@ class InducingPass(DataPass):
 
 
 class BoundPass(ObservingPass):
-    """Last reading: what the evidence lower bound needs to know of all data.
-
-    Args:
-        engine: Computes Jacobians.
-        places: The inducing outputs.
-        inducing: J_Z and L.
-    """
+    """Last reading: what the evidence lower bound needs to know of all data."""
 
     def __init__(self, engine: CurvatureEngine, places: Places, inducing: Inducing) -> None:
         super().__init__(engine)

@@ -37,20 +37,11 @@ from laplace.weights.problem import Problem
 
 @dataclass(frozen=True)
 class Energy:
-    """(1/α) log E_q[p(y | f)^α] of every datum, in closed form, by the probit approximation or by samples.
+    """(1/α) log E_q[p(y | f)^α] of every datum, in closed form, by the probit approximation or by samples."""
 
-    Attributes:
-        likelihood: p(y | f).
-        alpha: α.
-        n_samples: Samples of a likelihood without noise; 0 for the probit approximation at α = 1.
-
-    Raises:
-        InvalidArgument: α is negative or infinite, or there are no samples for it.
-    """
-
-    likelihood: Likelihood
-    alpha: float
-    n_samples: int
+    likelihood: Likelihood  # p(y | f)
+    alpha: float  # α
+    n_samples: int  # Samples of a likelihood without noise; 0 for the probit approximation at α = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.alpha, bool) or not 0 <= self.alpha < math.inf:
@@ -76,16 +67,7 @@ class Energy:
     def log_terms(
         self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, temperature: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """The terms of B data, `[B]`; differentiable in the latent and the noise.
-
-        Args:
-            latent: q(f) of the data, its covariance as `form` says.
-            y: Checked targets.
-            sigma_noise: σ, 0-dim or `[C]`.
-            temperature: T, which divides the terms but not the normaliser of a noise, as in the evidence: energies of
-                order αT of p(y | f)^(1/T).
-            generator: Source of the samples.
-        """
+        """The terms of B data, `[B]`; differentiable in the latent and the noise."""
         if self.likelihood.has_noise:
             return self._gaussian(latent, y, sigma_noise.square(), temperature)
         if self.n_samples == 0:
@@ -120,11 +102,6 @@ def divergence(gram: Tensor, prior_precision: Tensor, distance: Tensor) -> Tenso
     """KL(q ‖ p) between N(θ*, (δ + Aᵀ A)⁻¹) and N(μ₀, δ⁻¹), 0-dim, differentiable.
 
     ½ (log det(I + G/δ) − tr((δ + G)⁻¹ G) + δ |θ* − μ₀|²) with G = A Aᵀ.
-
-    Args:
-        gram: G, `[M, M]`.
-        prior_precision: δ, 0-dim.
-        distance: |θ* − μ₀|², 0-dim.
     """
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     root = torch.linalg.cholesky(eye + gram / prior_precision)
@@ -148,15 +125,10 @@ _ROUNDS = 100
 
 @dataclass(frozen=True, eq=False)
 class Inducing(Span):
-    """A = Lᵀ J_Z: the rows of J of the inducing outputs, mixed by a lower triangle.
+    """A = Lᵀ J_Z: the rows of J of the inducing outputs, mixed by a lower triangle."""
 
-    Attributes:
-        parts: J_Z, with one cotangent.
-        root: L, `[M, M]`, float64.
-    """
-
-    parts: tuple[Jacobian, ...]
-    root: Tensor
+    parts: tuple[Jacobian, ...]  # J_Z, with one cotangent
+    root: Tensor  # L, `[M, M]`, float64
 
     @cached_property
     def kernel(self) -> Tensor:
@@ -180,17 +152,11 @@ class Inducing(Span):
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Locations of the inducing outputs.
+    """Locations of the inducing outputs."""
 
-    Attributes:
-        x: Locations, inputs of M data.
-        classes: Which output of each, `[M]`, or None for the first.
-        labels: The targets that came with the locations, or None.
-    """
-
-    x: Inputs
-    classes: Tensor | None = None
-    labels: Tensor | None = None
+    x: Inputs  # Locations, inputs of M data
+    classes: Tensor | None = None  # Which output of each, `[M]`, or None for the first
+    labels: Tensor | None = None  # The targets that came with the locations, or None
 
     @property
     def trainable(self) -> bool:
@@ -202,9 +168,6 @@ class Places:
 
         A class label names its output, a soft one that of its most probable class; data of other targets take the
         outputs in turn.
-
-        Raises:
-            InvalidArgument: The classes do not fit the locations or the outputs.
         """
         count, n_outputs = f.shape
         classes = self.classes
@@ -239,11 +202,7 @@ def inducing_jacobians(engine: CurvatureEngine, places: Places, *, create_graph:
 
 
 def _classes(places: Places) -> Tensor:
-    """The outputs.
-
-    Raises:
-        InvalidArgument: They are not settled.
-    """
+    """The outputs."""
     if places.classes is None:
         raise InvalidArgument("the inducing outputs are not settled.")
     return places.classes
@@ -258,12 +217,7 @@ def make_pool(strategy: str, count: int, generator: torch.Generator) -> Pool:
 
 
 def chosen(strategy: str, count: int, pool: Pool, generator: torch.Generator) -> Places:
-    """M places among the data of a pool.
-
-    Raises:
-        InvalidData: Fewer than M data, or data of several shapes.
-        InvalidArgument: K-means of inputs that are no real vectors.
-    """
+    """M places among the data of a pool."""
     pool.size = count if pool.seen < count else min(pool.size, pool.seen)
     whole = None
     for rows in pool.chunks():
@@ -289,13 +243,7 @@ def chosen(strategy: str, count: int, pool: Pool, generator: torch.Generator) ->
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Centres `[M, D]` of points `[n, D]`: Lloyd's algorithm from the start of Arthur and Vassilvitskii (2007).
-
-    Args:
-        points: float64.
-        count: M.
-        generator: Source of the start.
-    """
+    """Centres `[M, D]` of points `[n, D]`: Lloyd's algorithm from the start of Arthur and Vassilvitskii (2007)."""
     # Every further centre is drawn with the squared distance from the nearest one before as its weight.
     picks = uniform((count,), points, generator)
     centres = points[(picks[:1] * len(points)).long()]
@@ -325,40 +273,22 @@ _SMALL = 1e-4
 
 @dataclass
 class Training:
-    """Options of training a variational posterior, and what came out besides it.
+    """Options of training a variational posterior, and what came out besides it."""
 
-    Attributes:
-        iterations: Steps of Adam, one a batch.
-        n_epochs: Readings of the data instead, or None.
-        lr: Step size.
-        learn: Names of `LEARNT`.
-        prior_precision: Where δ starts, `[1]`.
-        sigma_noise: Where σ starts, 0-dim or `[C]`.
-        temperature: T.
-        distance: |θ* − μ₀|² of the random weights, 0-dim.
-        seed: Of the samples.
-        watch: Called with the inducing outputs, δ and σ every `watch_steps` steps, and at the end.
-        watch_steps: Steps between these calls, or None for the end alone.
-        history: The objective per datum of every step.
-        learnt: The hyper-parameters that were learnt, by their names.
-
-    Raises:
-        InvalidArgument: A value that is not accepted.
-    """
-
-    iterations: int
-    n_epochs: int | None
-    lr: float
-    learn: Sequence[str]
-    prior_precision: Tensor
-    sigma_noise: Tensor
-    temperature: Tensor
-    distance: Callable[[Problem], Tensor]
-    seed: int
+    iterations: int  # Steps of Adam, one a batch
+    n_epochs: int | None  # Readings of the data instead, or None
+    lr: float  # Step size
+    learn: Sequence[str]  # Names of `LEARNT`
+    prior_precision: Tensor  # Where δ starts, `[1]`
+    sigma_noise: Tensor  # Where σ starts, 0-dim or `[C]`
+    temperature: Tensor  # T
+    distance: Callable[[Problem], Tensor]  # |θ* − μ₀|² of the random weights, 0-dim
+    seed: int  # Of the samples
+    # Called with the inducing outputs, δ and σ every `watch_steps` steps, and at the end
     watch: Callable[[CurvatureEngine, Inducing, Tensor, Tensor, int], None] | None = None
-    watch_steps: int | None = None
-    history: list[float] = field(default_factory=list)
-    learnt: dict[str, Tensor] = field(default_factory=dict)
+    watch_steps: int | None = None  # Steps between these calls, or None for the end alone
+    history: list[float] = field(default_factory=list)  # The objective per datum of every step
+    learnt: dict[str, Tensor] = field(default_factory=dict)  # The hyper-parameters that were learnt, by their names
 
     def __post_init__(self) -> None:
         check_counts(0, iterations=self.iterations)
@@ -382,22 +312,15 @@ class Training:
 
 
 class Variables:
-    """Variables that Adam moves: all of them as coordinates without bounds.
-
-    Args:
-        engine: Gives the Jacobians of the locations.
-        places: The inducing outputs.
-        root: L, `[M, M]`.
-        training: The hyper-parameters, and what of it all is learnt.
-    """
+    """Variables that Adam moves: all of them as coordinates without bounds."""
 
     def __init__(self, engine: CurvatureEngine, places: Places, root: Tensor, training: Training) -> None:
-        self.engine = engine
-        self.training = training
-        self.root = root.detach().clone().requires_grad_()
+        self.engine = engine  # Gives the Jacobians of the locations
+        self.training = training  # The hyper-parameters, and what of it all is learnt
+        self.root = root.detach().clone().requires_grad_()  # L, `[M, M]`
         self.log_prior = widened(training.prior_precision.detach()).reshape(()).log()
         self.log_noise = widened(training.sigma_noise.detach()).square().log()
-        self.places = places
+        self.places = places  # The inducing outputs
         self.leaves = [self.root]
         if "prior_precision" in training.learn:
             self.leaves.append(self.log_prior.requires_grad_())
@@ -435,14 +358,7 @@ class Variables:
 
 
 def start(engine: CurvatureEngine, places: Places, n_data: int, training: Training) -> tuple[Places, Tensor]:
-    """The inducing outputs and L of the subset-of-data posterior in which every output stands for N·C/M.
-
-    Args:
-        engine: Knows the network.
-        places: Locations.
-        n_data: N.
-        training: Noise and temperature.
-    """
+    """The inducing outputs and L of the subset-of-data posterior in which every output stands for N·C/M."""
     f = widened(torch.cat([f.detach() for _, f in jacobians(engine, places.x)]))
     places = places.settled(f, engine.likelihood)
     curvature = engine.likelihood.hessian(f).diagonal()
@@ -477,13 +393,6 @@ def marginals(inducing: Inducing, root: Tensor, delta: Tensor, jacobian: Jacobia
     """J_b (δ + J_Zᵀ L Lᵀ J_Z)⁻¹ J_bᵀ, `[B, C, C]`, or its diagonals `[B, C]`; float64, differentiable.
 
     By Woodbury's identity 1/δ (k_bb − k_bZ L (δ + G)⁻¹ Lᵀ k_Zb).
-
-    Args:
-        inducing: J_Z and L.
-        root: Cholesky factor of δ + G.
-        delta: δ, 0-dim.
-        jacobian: J of B data.
-        form: `"full"` or `"diagonal"`.
     """
     mixed = inducing.cross(jacobian) @ inducing.root
     solved = torch.linalg.solve_triangular(root, mixed.flatten(0, 1).T, upper=False).T.view_as(mixed)
@@ -493,17 +402,7 @@ def marginals(inducing: Inducing, root: Tensor, delta: Tensor, jacobian: Jacobia
 
 
 class TrainingPass(DataPass):
-    """Readings of the data in which every batch is a step of Adam, until there were enough.
-
-    Args:
-        engine: Computes Jacobians.
-        energy: Of the data.
-        places: The inducing outputs.
-        root: L.
-        n_data: N.
-        training: How it is trained.
-        last: The reading after the last one, of the trained places and inducing outputs.
-    """
+    """Readings of the data in which every batch is a step of Adam, until there were enough."""
 
     def __init__(
         self,

@@ -39,11 +39,7 @@ class AdditiveCurvature(Curvature):
         return summary, self + new
 
     def kept(self: A, *, additive: bool = False) -> A:
-        """The sum as it is kept after the last batch, without what only further batches need.
-
-        Args:
-            additive: Its tensors shall add up over shards, entry by entry.
-        """
+        """The sum as it is kept after the last batch, without what only further batches need."""
         del additive  # the tensors of most sums are what batches are added to
         return self
 

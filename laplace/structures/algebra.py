@@ -64,15 +64,7 @@ def without_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def require_positive(values: Tensor, what: str = "eigenvalue") -> Tensor:
-    """The eigenvalues of P, `[n]`, if P is positive definite.
-
-    Args:
-        values: They.
-        what: What they are, for the message.
-
-    Raises:
-        CurvatureError: It is not.
-    """
+    """The eigenvalues of P, `[n]`, if P is positive definite."""
     negative = int((values <= 0).sum())
     if negative:
         raise CurvatureError(
@@ -118,16 +110,6 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
 
     In float32 a rank-deficient curvature has eigenvalues that are negative by rounding; they would turn
     the evidence into NaN for every small prior precision.
-
-    Args:
-        matrix: Symmetric, in the dtype in which it was summed.
-        signed: Negative eigenvalues are meant: only those that are zero but for rounding become zero.
-
-    Raises:
-        CurvatureError: The matrix is indefinite beyond rounding and not `signed`, or not finite.
-
-    Warns:
-        SlowWarning: It will take long.
     """
     _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
     with kept_for_later():
@@ -148,9 +130,6 @@ def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     They are the squares of the singular values: what is zero is zero to the square of the rounding, which no sum of
     products leaves. All other eigenvalues are 0.
-
-    Raises:
-        CurvatureError: The rows are not finite.
     """
     require(all_finite([rows.detach()]), _not_finite)
     _warn_if_long(rows[..., 0, 0].numel(), rows.shape[-2])
@@ -201,14 +180,6 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
     """The rest of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
 
     Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
-
-    Args:
-        total: The sum.
-        removed: Some of its terms.
-        signed: The terms may be indefinite: nothing can be said of the difference then.
-
-    Raises:
-        CurvatureError: One is larger: the removed terms are not among those of the total.
     """
     if signed:
         return total - removed
@@ -227,9 +198,6 @@ def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -
 
     Entries are squares of derivatives. Of one that is zero for a reason, as that of attention in the bias of its keys,
     the square of rounding is left, which no other pass over the data repeats.
-
-    Raises:
-        CurvatureError: An entry would be negative beyond rounding.
     """
     left = total - removed
     if signed or not total.numel():
@@ -344,13 +312,7 @@ class Recent(Generic[T]):
         return None if self._last is None else self._last[1]
 
     def __call__(self, key: Any, compute: Callable[[], T]) -> T:
-        """The value of a key, computed unless it is the last one's.
-
-        Args:
-            key: A tensor, or anything that is compared by `==`. A tensor that requires a gradient belongs to a graph of
-                its caller's, with what is computed from it: nothing is kept then.
-            compute: Computes the value.
-        """
+        """The value of a key, computed unless it is the last one's."""
         if isinstance(key, Tensor) and key.requires_grad and torch.is_grad_enabled():
             return compute()
         last = self._last

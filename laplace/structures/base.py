@@ -195,11 +195,7 @@ class Curvature(ABC):
 
     @classmethod
     def options_from(cls, given: dict[str, Any]) -> Any:
-        """Options of this structure from `structure_kwargs`, an object of `options`.
-
-        Raises:
-            InvalidArgument: It does not know one.
-        """
+        """Options of this structure from `structure_kwargs`, an object of `options`."""
         known = [field.name for field in fields_of(cls.options)]
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -366,11 +362,7 @@ def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
 
 
 def require_finite(finite: Tensor | bool) -> None:
-    """Requires that a batch's numbers are finite.
-
-    Raises:
-        InvalidData: They are not.
-    """
+    """Requires that a batch's numbers are finite."""
     checks.require(
         torch.as_tensor(finite),
         lambda: InvalidData(

@@ -71,17 +71,11 @@ class BlockSeparation(Separation["BlockCurvature"]):
 
 @dataclass(frozen=True)
 class BlockCurvature(AdditiveCurvature):
-    """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix.
+    """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix."""
 
-    Attributes:
-        sums: Of every layer the sum over batches: `values` completes it.
-        groups: Indices of the tensors of every layer.
-        signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
-    """
-
-    sums: tuple[MatrixSum, ...]
-    groups: Groups
-    signed: bool = False
+    sums: tuple[MatrixSum, ...]  # Of every layer the sum over batches: `values` completes it
+    groups: Groups  # Indices of the tensors of every layer
+    signed: bool = False  # Whether negative eigenvalues are meant; else they are rounding, and zero
     name = "block"
     matrix_dims = 3
     options = BlockOptions

@@ -42,11 +42,7 @@ class ByHand(ABC):
 
     @abstractmethod
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Any:
-        """H as a user assigned it, on the device and in the dtype of a tensor; the very same object where it has both.
-
-        Raises:
-            InvalidArgument: It is no curvature of these parameters.
-        """
+        """H as a user assigned it, on the device and in the dtype of `like`; the very same object where it has both."""
 
     @abstractmethod
     def state(self, H: Any, n_data: float) -> dict[str, Any]:

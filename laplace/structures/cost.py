@@ -16,26 +16,16 @@ DOUBLE = 8
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one structure on one kind of batch.
+    """Bytes of one structure on one kind of batch."""
 
-    Attributes:
-        fitted: Bytes of the fitted curvature.
-        running: Bytes of sums that are held while a batch is read.
-        adding: Bytes of sums when a batch is added, the graph being gone.
-        pieces: Bytes of what a fit multiplies out, contracts and drops.
-        posterior: Bytes that the first prediction makes and keeps, or passes through.
-        projecting: Bytes of what a prediction multiplies out or rotates, and drops.
-        vectors: With how many vectors the curvature is multiplied; 0 for sums of outer products.
-        assumed: Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it.
-    """
-
-    fitted: int
-    running: int
-    adding: int
-    pieces: int = 0
-    posterior: int = 0
-    projecting: int = 0
-    vectors: int = 0
+    fitted: int  # Bytes of the fitted curvature
+    running: int  # Bytes of sums that are held while a batch is read
+    adding: int  # Bytes of sums when a batch is added, the graph being gone
+    pieces: int = 0  # Bytes of what a fit multiplies out, contracts and drops
+    posterior: int = 0  # Bytes that the first prediction makes and keeps, or passes through
+    projecting: int = 0  # Bytes of what a prediction multiplies out or rotates, and drops
+    vectors: int = 0  # With how many vectors the curvature is multiplied; 0 for sums of outer products
+    # Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it
     assumed: bool = False
 
     def fit_bytes(self, profile: BatchProfile) -> int:
@@ -50,17 +40,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """Bytes of a sum of outer products of some tensors, `[E, p, p]`.
+    """Bytes of a sum of outer products of some tensors, `[E, p, p]`."""
 
-    Attributes:
-        running: Bytes of the sum while batches are read.
-        completing: Bytes of the sum and the matrices that are made of it.
-        pieces: Bytes of what is multiplied out and dropped.
-    """
-
-    running: int
-    completing: int
-    pieces: int
+    running: int  # Bytes of the sum while batches are read
+    completing: int  # Bytes of the sum and the matrices that are made of it
+    pieces: int  # Bytes of what is multiplied out and dropped
 
     @classmethod
     def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
@@ -81,17 +65,11 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class Side:
-    """The matrices of one side of a Kronecker product, or an exact block.
+    """The matrices of one side of a Kronecker product, or an exact block."""
 
-    Attributes:
-        groups: Number of matrices.
-        width: N.
-        rank: Eigenpairs by which a sum of few rows is held; n for a matrix.
-    """
-
-    groups: int
-    width: int
-    rank: int
+    groups: int  # Number of matrices
+    width: int  # N
+    rank: int  # Eigenpairs by which a sum of few rows is held; n for a matrix
 
     @property
     def squares(self) -> int:
@@ -111,17 +89,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Sides:
-    """The matrices of all Kronecker products, and the exact blocks beside them.
+    """The matrices of all Kronecker products, and the exact blocks beside them."""
 
-    Attributes:
-        outputs: Every output side and dense block.
-        inputs: Every input side.
-        vectors: Numbers of diagonals and counts.
-    """
-
-    outputs: tuple[Side, ...]
-    inputs: tuple[Side, ...]
-    vectors: int
+    outputs: tuple[Side, ...]  # Every output side and dense block
+    inputs: tuple[Side, ...]  # Every input side
+    vectors: int  # Numbers of diagonals and counts
 
     @classmethod
     def of(cls, profile: BatchProfile) -> Sides:

@@ -153,14 +153,7 @@ class PrecisionFromDense(Precision):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def dense(self, method: str) -> FullPrecision:
-        """The dense matrix that answers a query instead.
-
-        Args:
-            method: Its name.
-
-        Raises:
-            UnsupportedError: The matrices would be too large.
-        """
+        """The dense matrix that answers a query instead."""
         own, structure = type(self), type(self.curvature).__name__
         subclass = f"a subclass of {own.__name__}, for {structure}.precision to return"
         where = subclass if own is PrecisionFromDense else own.__name__

@@ -34,21 +34,13 @@ ENTRY = "entry"
 
 @dataclass(frozen=True, eq=False)
 class DiagPrecision(Precision):
-    """A diagonal posterior precision.
+    """A diagonal posterior precision."""
 
-    Attributes:
-        values: Diagonal of the unit curvature, `[P]`, of terms whose weights have a mean of 1.
-        weights: Scale of every curvature term, `[E]`; s is their mean.
-        prior: δ.
-        signed: Whether negative entries of the curvature are meant.
-        pairs: The same values for log determinants, where no hyper-parameter changes them.
-    """
-
-    values: Tensor
-    weights: Tensor
-    prior: GaussianPrior
-    signed: bool = False
-    pairs: Pairs | None = None
+    values: Tensor  # Diagonal of the unit curvature, `[P]`, of terms whose weights have a mean of 1
+    weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
+    prior: GaussianPrior  # δ
+    signed: bool = False  # Whether negative entries of the curvature are meant
+    pairs: Pairs | None = None  # The same values for log determinants, where no hyper-parameter changes them
 
     @property
     def _scale(self) -> Tensor:
@@ -129,13 +121,9 @@ class DiagSeparation(Separation["DiagCurvature"]):
 
 @dataclass(frozen=True, eq=False)
 class DiagCurvature(AdditiveCurvature):
-    """The diagonal of the unit curvature.
+    """The diagonal of the unit curvature."""
 
-    Attributes:
-        values: `[E, P]`.
-    """
-
-    values: Tensor
+    values: Tensor  # `[E, P]`
     name = "diag"
     holds_every_input = False
     by_hand = TensorByHand(square=False)

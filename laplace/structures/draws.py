@@ -14,15 +14,9 @@ _LEAST_AT_ONCE = 16
 
 
 def drawn(mean: Tensor, precision: Precision, n_samples: int, generator: torch.Generator | None) -> Tensor:
-    """Samples μ + P^(−1/2) ε, `[S, P]`.
+    """Samples μ + P^(−1/2) ε, `[S, P]`, for μ `[P]`.
 
     All random numbers are drawn before, so that samples do not depend on how many are computed at a time.
-
-    Args:
-        mean: μ, `[P]`.
-        precision: P.
-        n_samples: S.
-        generator: Source of the random numbers; None for the global one.
     """
     noise = standard_normal((n_samples, precision.n_noise(len(mean))), mean, generator)
     row = max(1, noise.shape[1] * noise.element_size())

@@ -44,18 +44,12 @@ from laplace.structures.variances_over_priors import SpectralScan
 
 
 class Correction(DataPass):
-    """The last reading of a structure whose bases are known by then.
-
-    Args:
-        engine: Computes the numbers of a batch.
-        bases: U of every tensor.
-        corrected: The sum so far, `[E, n]` for n vectors of all bases; None before the first batch.
-    """
+    """The last reading of a structure whose bases are known by then."""
 
     def __init__(self, engine: CurvatureEngine, bases: Bases, corrected: Tensor | None = None) -> None:
-        self.engine = engine
-        self.bases = bases
-        self.corrected = corrected
+        self.engine = engine  # Computes the numbers of a batch
+        self.bases = bases  # U of every tensor
+        self.corrected = corrected  # The sum so far, `[E, n]` for n vectors of all bases; None before the first batch
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         sink = DiagSink(self.bases, self.corrected)
@@ -75,11 +69,7 @@ class Correction(DataPass):
             self.corrected = fields.zeros_of(form, self.engine.problem.device)["corrected"]
 
     def read(self) -> Tensor:
-        """The diagonals of all data, `[E, n]`.
-
-        Raises:
-            InvalidData: There were none.
-        """
+        """The diagonals of all data, `[E, n]`."""
         if self.corrected is None:
             raise InvalidData("no batch was read.")
         return self.corrected
@@ -122,16 +112,12 @@ class EkfacCurvature(Curvature):
     The sum of two fits is an approximation: the factors add up, the eigenbasis is that of their sums, and of the
     corrected curvatures U_i diag(λ*_i) U_iᵀ only the diagonal in the new basis is kept. The trace is exact; a fit to
     all data at once has the exact diagonal as well.
-
-    Attributes:
-        kron: Factors and exact blocks.
-        bases: U of every tensor, in the curvature's dtype; the identity where the block is exact.
-        corrected: λ*, `[E, P]`; where the block is exact, its diagonal.
     """
 
-    kron: KronCurvature
+    kron: KronCurvature  # Factors and exact blocks
+    # U of every tensor, in the curvature's dtype; the identity where the block is exact
     bases: tuple[BlockSpectrum, ...]
-    corrected: Tensor
+    corrected: Tensor  # λ*, `[E, P]`; where the block is exact, its diagonal
     name = "ekfac"
     needs_columns = True
     n_passes = 2

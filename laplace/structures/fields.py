@@ -91,13 +91,7 @@ def state_of(value: Any) -> Any:
 
 
 def from_state(kind: Any, state: Any) -> Any:
-    """The object that `state_of` was given.
-
-    Args:
-        kind: Its type, as annotations say it: a dataclass, an `Enum`, a slice, or `tuple[X, ...]`, `dict[str, X]` and
-            `X | None` of what `state_of` takes.
-        state: What `state_of` gave.
-    """
+    """The object that `state_of` was given."""
     hints, container, part = _annotation(kind)
     if hints is not None:
         # Fields that are added to a structure later have defaults, for states that were saved before.

@@ -43,26 +43,16 @@ _COLUMNS = 32
 
 @dataclass(frozen=True)
 class HeadRoots:
-    """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|².
+    """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|²."""
 
-    Attributes:
-        columns: Of all outputs some columns side by side, without the rows that are zero, `[D − s, w·C]`; the last ones
-            are the fewest.
-        n_outputs: C.
-    """
-
+    # Of all outputs some columns side by side, without the rows that are zero, `[D − s, w·C]`; the last ones are
+    # the fewest
     columns: tuple[Tensor, ...]
-    n_outputs: int
+    n_outputs: int  # C
 
     @classmethod
     def of(cls, root: Tensor, order: Tensor, dtype: torch.dtype) -> HeadRoots:
-        """The roots of a head's blocks, differentiable in the root of P⁻¹.
-
-        Args:
-            root: L with L Lᵀ = P⁻¹, `[P, P]`, float64.
-            order: Place of every (output, feature), `[C, D]`.
-            dtype: Of products with the roots.
-        """
+        """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature)."""
         # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
         mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
         lower = torch.stack([torch.linalg.qr(root[entries].T, mode)[1].T for entries in order]).to(dtype)
@@ -87,15 +77,10 @@ class HeadRoots:
 
 @dataclass(frozen=True)
 class FullCurvature(AdditiveCurvature):
-    """The unit curvature as a matrix.
+    """The unit curvature as a matrix."""
 
-    Attributes:
-        sums: The sum over batches: `values` completes it.
-        signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
-    """
-
-    sums: MatrixSum
-    signed: bool = False
+    sums: MatrixSum  # The sum over batches: `values` completes it
+    signed: bool = False  # Whether negative eigenvalues are meant; else they are rounding, and zero
     name = "full"
     matrix_dims = 3
     by_hand = TensorByHand(square=True)
@@ -210,17 +195,11 @@ class FullCurvature(AdditiveCurvature):
 
 @dataclass(frozen=True, eq=False)
 class FullPrecision(Precision):
-    """P = Σ_e w_e H_e + diag(δ), factorised in float64.
+    """P = Σ_e w_e H_e + diag(δ), factorised in float64."""
 
-    Attributes:
-        curvature: H.
-        weights: w, `[E]`.
-        prior: δ.
-    """
-
-    curvature: FullCurvature
-    weights: Tensor
-    prior: GaussianPrior
+    curvature: FullCurvature  # H
+    weights: Tensor  # w, `[E]`
+    prior: GaussianPrior  # δ
 
     def to_dense(self) -> Tensor:
         return self._reversed().flip(0, 1).to(self._dtype)
@@ -263,9 +242,6 @@ class FullPrecision(Precision):
 
         Samples, log determinants and products with few rows need no more of P⁻¹ than solutions with it. In float64,
         differentiable in w and δ.
-
-        Raises:
-            CurvatureError: P is not positive definite.
         """
         factor = algebra.cholesky(self._reversed())
         if factor is None:
@@ -296,11 +272,7 @@ class FullPrecision(Precision):
 
     @cached_property
     def root(self) -> Tensor:
-        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in float64, differentiable in w and δ.
-
-        Raises:
-            CurvatureError: P is not positive definite.
-        """
+        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in float64, differentiable in w and δ."""
         return algebra.covariance_factor(self._factor)
 
     @property

@@ -69,15 +69,10 @@ FORMS: tuple[DampingForm, ...] = (False, True, "mean", "sum")
 
 @dataclass(frozen=True)
 class Damping:
-    """(b √s B + √δ) ⊗ (a √s A + √δ) in place of s B ⊗ A + δ, where B is a sum over N data and A a mean.
+    """(b √s B + √δ) ⊗ (a √s A + √δ) in place of s B ⊗ A + δ, where B is a sum over N data and A a mean."""
 
-    Attributes:
-        output: Factor b of the output side.
-        input: Factor a of the input side.
-    """
-
-    output: float = 1.0
-    input: float = 1.0
+    output: float = 1.0  # Factor b of the output side
+    input: float = 1.0  # Factor a of the input side
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Damping | None:
@@ -100,11 +95,7 @@ class Damping:
 
 
 def checked_damping(form: Any) -> DampingForm:
-    """A form of damping as users give it.
-
-    Raises:
-        InvalidArgument: An unknown one.
-    """
+    """A form of damping as users give it."""
     if not isinstance(form, bool | str) or form not in FORMS:
         raise InvalidArgument(
             f"damping={form!r}; accepted are False, True (factors as they are kept: the output side a sum, the input "
@@ -122,17 +113,12 @@ class KronPrecision(Precision):
 
     A prior that is constant in a block is added exactly, and so is any prior to a dense or diagonal block; a prior
     that varies within a Kronecker block enters by its diagonal in the eigenbasis.
-
-    Attributes:
-        spectra: The eigendecomposition of every block.
-        weights: Scale of every curvature term, `[E]`.
-        prior: δ.
-        damping: Replaces s B ⊗ A + δ by (b √s B + √δ) ⊗ (a √s A + √δ) (Ritter et al., 2018); None adds δ exactly.
     """
 
-    spectra: Spectra
-    weights: Tensor
-    prior: GaussianPrior
+    spectra: Spectra  # The eigendecomposition of every block
+    weights: Tensor  # Scale of every curvature term, `[E]`
+    prior: GaussianPrior  # δ
+    # Replaces s B ⊗ A + δ by (b √s B + √δ) ⊗ (a √s A + √δ) (Ritter et al., 2018); None adds δ exactly
     damping: Damping | None = None
 
     @property
@@ -183,11 +169,7 @@ class KronPrecision(Precision):
         return damped.flatten()
 
     def eigenvalues(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Eigenvalues of every block, `[p]`, without gradient; the prior must not vary within dense blocks.
-
-        Raises:
-            CurvatureError: P is not positive definite.
-        """
+        """Eigenvalues of every block, `[p]`, without gradient; the prior must not vary within dense blocks."""
         with torch.no_grad():
             return tuple(self._require_positive(self._values(i)).to(dtype) for i in range(len(self.spectra)))
 
@@ -210,11 +192,7 @@ class KronPrecision(Precision):
         return widened(self._scale) * matrix + torch.diag(widened(prior).expand(len(matrix)))
 
     def _cholesky(self, i: int) -> Tensor:
-        """Cholesky factor of a dense block with a varying prior, in float64.
-
-        Raises:
-            CurvatureError: The block is not positive definite in spite of H's projection.
-        """
+        """Cholesky factor of a dense block with a varying prior, in float64."""
         factor = algebra.cholesky(self._dense_block(i))
         if factor is None:
             factor = algebra.cholesky(self._dense_block(i, projected=True))
@@ -240,11 +218,7 @@ class KronPrecision(Precision):
 
     @cached_property
     def _posterior(self) -> tuple[EigenBlock, ...]:
-        """Every posterior block, in the Jacobians' dtype.
-
-        Raises:
-            CurvatureError: P is not positive definite.
-        """
+        """Every posterior block, in the Jacobians' dtype."""
         dtype = self.prior.precision.dtype
         blocks: list[EigenBlock] = []
         for i, (spectrum, values) in enumerate(self._decomposed):
@@ -339,14 +313,7 @@ def _folded(spectrum: BlockSpectrum, prior: Tensor) -> tuple[int, int]:
 
 
 def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping: Damping | None = None) -> SpectralScan:
-    """Functional variances at many scalar priors from spectra that are known.
-
-    Args:
-        spectra: The eigendecomposition of every block at these weights.
-        weights: Scale of every curvature term, `[E]`, without gradient.
-        layout: The random parameter tensors.
-        damping: As of `KronPrecision`.
-    """
+    """Functional variances at many scalar priors from spectra that are known."""
     bases = tuple(spectrum.cast(weights.dtype) for spectrum in spectra)
 
     def precisions(delta: Tensor) -> tuple[Tensor, ...]:
@@ -358,15 +325,10 @@ def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping:
 
 @dataclass(frozen=True, eq=False)
 class EigenBlock:
-    """A block P = U diag(λ) Uᵀ of a posterior precision, in a basis that does not depend on hyper-parameters.
+    """A block P = U diag(λ) Uᵀ of a posterior precision, in a basis that does not depend on hyper-parameters."""
 
-    Attributes:
-        spectrum: U, in the dtype of Jacobians.
-        values: λ, `[p]`, in the same.
-    """
-
-    spectrum: BlockSpectrum
-    values: Tensor
+    spectrum: BlockSpectrum  # U, in the dtype of Jacobians
+    values: Tensor  # λ, `[p]`, in the same
 
     @cached_property
     def _variances(self) -> Tensor:
@@ -391,15 +353,10 @@ class EigenBlock:
 
 @dataclass(frozen=True, eq=False)
 class MovingBlock(EigenBlock):
-    """A dense block whose eigenvectors move with hyper-parameters that require a gradient: λ and U are constants.
+    """A dense block whose eigenvectors move with hyper-parameters that require a gradient: λ and U are constants."""
 
-    Attributes:
-        precision: P with its graph, `[p, p]`, float64.
-        dtype: Of Jacobians.
-    """
-
-    precision: Tensor
-    dtype: torch.dtype
+    precision: Tensor  # P with its graph, `[p, p]`, float64
+    dtype: torch.dtype  # Of Jacobians
 
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         root = self.matrix(-0.5)
@@ -437,13 +394,9 @@ class KronSeparation(Separation["KronCurvature"]):
 
 @dataclass(frozen=True)
 class KronCurvature(AdditiveCurvature):
-    """Kronecker factors of every random parameter tensor.
+    """Kronecker factors of every random parameter tensor."""
 
-    Attributes:
-        parts: The factors.
-    """
-
-    parts: KronParts
+    parts: KronParts  # The factors
     name = "kron"
     matrix_dims = _INPUT_DIMS
     by_hand = KronByHand()

@@ -25,18 +25,12 @@ from laplace.structures import algebra
 
 
 class Draws:
-    """A probe of standard normal vectors, or of the identity where those would be no fewer.
-
-    Args:
-        width: Vectors per side, w.
-        seed: Of all draws; that of a side does not depend on which other sides there are.
-        device: Where they are wanted, batch after batch; numbers do not depend on it.
-    """
+    """A probe of standard normal vectors, or of the identity where those would be no fewer."""
 
     def __init__(self, width: int, seed: int, device: torch.device) -> None:
-        self.width = width
-        self.seed = seed
-        self.device = device
+        self.width = width  # Vectors per side, w
+        self.seed = seed  # Of all draws; that of a side does not depend on which other sides there are
+        self.device = device  # Where they are wanted, batch after batch; numbers do not depend on it
         self.drawn: dict[str, Tensor] = {}
 
     def __call__(self, key: str, groups: int, n: int) -> Tensor:
@@ -53,13 +47,9 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """A probe of orthonormal bases of the ranges of former products.
+    """A probe of orthonormal bases of the ranges of former products."""
 
-    Attributes:
-        bases: Q by key, `[G, n, w]`.
-    """
-
-    bases: dict[str, Tensor]
+    bases: dict[str, Tensor]  # Q by key, `[G, n, w]`
 
     @classmethod
     def of(cls, products: dict[str, Tensor]) -> Ranges:
@@ -84,15 +74,10 @@ def _orthonormal(products: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One side of Kronecker factors as U M_e Uᵀ, positive semi-definite, of low rank.
+    """One side of Kronecker factors as U M_e Uᵀ, positive semi-definite, of low rank."""
 
-    Attributes:
-        basis: U, orthonormal columns `[G, n, r]`: eigenvectors of the sum of the terms.
-        cores: M_e, `[E, G, r, r]`; E is 1 for an input side, which all terms share.
-    """
-
-    basis: Tensor
-    cores: Tensor
+    basis: Tensor  # U, orthonormal columns `[G, n, r]`: eigenvectors of the sum of the terms
+    cores: Tensor  # M_e, `[E, G, r, r]`; E is 1 for an input side, which all terms share
 
     @property
     def values(self) -> Tensor:
@@ -101,13 +86,7 @@ class Side:
 
     @classmethod
     def of(cls, basis: Tensor, products: Tensor, rank: int) -> Side:
-        """The dominant part within a range (Rayleigh and Ritz).
-
-        Args:
-            basis: Q, `[G, n, w]`.
-            products: A_e Q, `[E, G, n, w]`, or A Q, `[G, n, w]`.
-            rank: Eigenvectors kept of every group.
-        """
+        """The dominant part within the range of Q `[G, n, w]`, from A_e Q `[E, G, n, w]` or A Q (Rayleigh and Ritz)."""
         products = products if products.ndim == 4 else products.unsqueeze(0)
         return cls._truncated(basis, widened(basis).mT @ widened(products), rank)
 
@@ -149,19 +128,12 @@ _FEW_BYTES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Orthonormal columns u_k = left_k ⊗ right_k, and how much each weighs in every term.
+    """Orthonormal columns u_k = left_k ⊗ right_k, and how much each weighs in every term."""
 
-    Attributes:
-        left: `[K, M]`, M entries of the first dimension (of all groups: zero outside of a column's own).
-        right: `[K, R]`.
-        values: λ_e, `[E, K]`, none of which is negative.
-        index: Random entries within the M · R, `[p]`, or None for all.
-    """
-
-    left: Tensor
-    right: Tensor
-    values: Tensor
-    index: Tensor | None = None
+    left: Tensor  # `[K, M]`, M entries of the first dimension (of all groups: zero outside of a column's own)
+    right: Tensor  # `[K, R]`
+    values: Tensor  # λ_e, `[E, K]`, none of which is negative
+    index: Tensor | None = None  # Random entries within the M · R, `[p]`, or None for all
 
     def __len__(self) -> int:
         return len(self.left)
@@ -250,19 +222,12 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Products of every two different factors of one side, and of the other; columns have few different ones in common.
+    """Products of every two different factors of one side, and of the other; columns share few of them."""
 
-    Attributes:
-        left: left_k left_l, `[n, M]`.
-        at_left: Which of them is that of two columns, `[K, K]`.
-        right: right_k right_l, `[m, R]`.
-        at_right: Likewise.
-    """
-
-    left: Tensor
-    at_left: Tensor
-    right: Tensor
-    at_right: Tensor
+    left: Tensor  # left_k left_l, `[n, M]`
+    at_left: Tensor  # Which of them is that of two columns, `[K, K]`
+    right: Tensor  # right_k right_l, `[m, R]`
+    at_right: Tensor  # Likewise
 
     def summed(self, weights: Tensor, rows: slice) -> Tensor:
         """The share of some rows of the weights `[..., r, R]` in what `entries` takes; shares add up."""
@@ -343,12 +308,7 @@ def none(size: int, like: Tensor) -> Columns:
 def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, positions: float, rank: int) -> Columns:
     """The columns of a Kronecker-factored block with the largest eigenvalues, float64.
 
-    Args:
-        block: What the sides mean.
-        output: Output side.
-        inputs: Input side, counts `[V]`, or None for a bias.
-        positions: Number by which the input side is divided.
-        rank: Columns, at most.
+    `inputs` are counts `[V]` of an embedding, and None of a bias.
     """
     rows, values = _input_values(inputs, output, rank)
     products = values.unsqueeze(3) * output.values.unsqueeze(2) / positions  # [E, G, r_in, r_out]
@@ -358,15 +318,7 @@ def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, pos
 def corrected_columns_of(
     block: KronBlock, output: Side, inputs: Side | Tensor | None, corrected: Tensor, rank: int
 ) -> Columns:
-    """The columns with the largest corrected eigenvalues, float64.
-
-    Args:
-        block: What the sides mean.
-        output: Output side.
-        inputs: Input side, counts `[V]`, or None for a bias.
-        corrected: λ* of all products of the vectors of both sides, `[E, G, r_in, r_out]`.
-        rank: Columns, at most.
-    """
+    """The columns with the largest corrected eigenvalues λ* `[E, G, r_in, r_out]` of all products, float64."""
     return _largest(block, output, inputs, widened(corrected).clamp(min=0), rank)
 
 

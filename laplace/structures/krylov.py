@@ -41,15 +41,10 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Step sizes of R right-hand sides, float64.
+    """Step sizes of R right-hand sides, float64."""
 
-    Attributes:
-        alphas: α, `[R, m]`; 1 where a right-hand side had been solved before.
-        betas: β, `[R, m]`; 0 there, and after the last step.
-    """
-
-    alphas: Tensor
-    betas: Tensor
+    alphas: Tensor  # α, `[R, m]`; 1 where a right-hand side had been solved before
+    betas: Tensor  # β, `[R, m]`; 0 there, and after the last step
 
     def tridiagonal(self) -> Tensor:
         """T, `[R, m, m]`, with the identity in the place of steps that were not made."""
@@ -61,43 +56,23 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Solution of P x = b for R right-hand sides.
+    """Solution of P x = b for R right-hand sides."""
 
-    Attributes:
-        x: `[R, P]`.
-        residual: b − P x, `[R, P]`; None where it was not verified.
-        relative: √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero, and
-            infinite where rounding left bᵀ M b no size.
-        sizes: bᵀ M b, `[R]`, float64.
-        n_iterations: Products with blocks of vectors.
-        n_products: Products with single vectors.
-        steps: The steps from zero on.
-    """
-
-    x: Tensor
-    residual: Tensor | None
+    x: Tensor  # `[R, P]`
+    residual: Tensor | None  # b − P x, `[R, P]`; None where it was not verified
+    # √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero, and infinite where rounding left bᵀ
+    # M b no size
     relative: Tensor
-    sizes: Tensor
-    n_iterations: int
-    n_products: int
-    steps: Steps
+    sizes: Tensor  # bᵀ M b, `[R]`, float64
+    n_iterations: int  # Products with blocks of vectors
+    n_products: int  # Products with single vectors
+    steps: Steps  # The steps from zero on
 
 
 def solve(
     product: Linear, right: Tensor, precondition: Linear, *, relative: float, max_iterations: int, verified: bool = True
 ) -> Solution:
-    """Solves P x = b for positive definite P and b `[R, P]`.
-
-    Args:
-        product: P v.
-        right: b, which is left as it is.
-        precondition: M v, M close to P⁻¹, positive definite.
-        relative: It ends where √(rᵀ M r) of every residual is this share of that of b: by about so much the solution is
-            wrong, in units of its own length √(xᵀ P x).
-        max_iterations: Products with blocks.
-        verified: Whether residuals are computed anew at the end, by one more product, and solutions corrected whose
-            residuals had drifted away by rounding; else those that the steps led to are given.
-    """
+    """Solves P x = b for positive definite P and b `[R, P]`."""
     run = _Run(product, precondition, right)
     run.descend(relative, max_iterations)
     steps = run.steps()
@@ -114,28 +89,16 @@ def solve(
 
 
 class _Run:
-    """Solutions with their residuals, as they change.
-
-    Args:
-        product: P v.
-        precondition: M v.
-        right: b, `[R, P]`.
-
-    Attributes:
-        x: Solutions, `[R, P]`.
-        r: Residuals of those that are not solved, or of all after they were verified, `[…, P]`.
-        sizes: bᵀ M b, `[R]`, float64.
-        squares: rᵀ M r, `[R]`, float64.
-    """
+    """Solutions with their residuals, as they change."""
 
     def __init__(self, product: Linear, precondition: Linear, right: Tensor) -> None:
-        self.product = product
-        self.precondition = precondition
-        self.right = right
-        self.x = torch.zeros_like(right)
-        self.r = right.clone()
+        self.product = product  # P v
+        self.precondition = precondition  # M v
+        self.right = right  # b, `[R, P]`
+        self.x = torch.zeros_like(right)  # Solutions, `[R, P]`
+        self.r = right.clone()  # Residuals of those that are not solved, or of all after they were verified, `[…, P]`
         self.directions = right[:0]
-        self.sizes = self.squares = dots(self.r, precondition(self.r))
+        self.sizes = self.squares = dots(self.r, precondition(self.r))  # bᵀ M b, `[R]`, float64
         self.n_iterations = self.n_products = 0
         self._steps: list[tuple[list[int], Tensor, Tensor]] = []
 
@@ -253,13 +216,7 @@ _SKETCH_BYTES = 2**29
 
 
 def sketch(products: DataProducts, rank: int, seed: int) -> Subspace:
-    """Dominant eigenpairs of Σ_e H_e, by one step of subspace iteration from random vectors.
-
-    Args:
-        products: Of the data.
-        rank: Eigenpairs to keep.
-        seed: Of the random vectors.
-    """
+    """Dominant eigenpairs of Σ_e H_e, by one step of subspace iteration from random vectors."""
     like, n_params = products.like, products.n_params
     rank = min(rank, n_params, _SKETCH_BYTES // (like.element_size() * n_params))
     width = min(rank + _OVERSAMPLING, n_params) if rank else 0
@@ -293,15 +250,10 @@ def low_rank(directions: Subspace, weights: Tensor, prior: GaussianPrior) -> Low
 
 @dataclass(frozen=True, eq=False)
 class TraceLog:
-    """An estimate of tr log A.
+    """An estimate of tr log A."""
 
-    Attributes:
-        value: 0-dim, float64.
-        standard_error: Of the mean over probes, float64; NaN of one probe.
-    """
-
-    value: Tensor
-    standard_error: Tensor
+    value: Tensor  # 0-dim, float64
+    standard_error: Tensor  # Of the mean over probes, float64; NaN of one probe
 
     @classmethod
     def of(cls, solutions: Sequence[Solution]) -> TraceLog:
@@ -363,14 +315,10 @@ class SolveReport:
 
 
 class Tally:
-    """Sums over the blocks of right-hand sides of one answer.
-
-    Args:
-        question: As of `SolveReport`.
-    """
+    """Sums over the blocks of right-hand sides of one answer."""
 
     def __init__(self, question: str) -> None:
-        self.question = question
+        self.question = question  # As of `SolveReport`
         self.n_right = self.n_products = 0
         self.residual = 0.0
 

@@ -31,35 +31,19 @@ _PIECE_ELSEWHERE = 2**24
 
 
 def log_det_ratio(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Σ_i Σ_j log(1 + c_i h_ij), 0-dim, differentiable in both.
-
-    Args:
-        values: H, `[p]`, one run after the other; c h > −1.
-        ratios: C, `[n]`, s/δ of every run.
-        sizes: Lengths of the runs, n of them.
-    """
+    """Σ_i Σ_j log(1 + c_i h_ij), 0-dim, for n runs of h `[p]` with one c `[n]` each; differentiable in both."""
     return _summed(values, None, ratios, sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Eigenvalues of H two by two, for log determinants at many priors; one by one where some are negative.
+    """Eigenvalues of H two by two, for log determinants at many priors; one by one where some are negative."""
 
-    Attributes:
-        values: Computes them, `[p]`, without a graph.
-        sizes: Lengths of their runs.
-    """
-
-    values: Callable[[], Tensor]
-    sizes: tuple[int, ...]
+    values: Callable[[], Tensor]  # Computes them, `[p]`, without a graph
+    sizes: tuple[int, ...]  # Lengths of their runs
 
     def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
-        """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, differentiable in both.
-
-        Args:
-            scale: S, 0-dim.
-            deltas: Δ of every run, `[n]`, or one for all of them, `[1]`.
-        """
+        """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, for δ of every run `[n]`, or of all `[1]`; differentiable in both."""
         terms, ratios, is_one = self._terms, scale / deltas, deltas.numel() == 1
         if (ratios if is_one else ratios.detach().amax()).item() <= terms.limit:
             return _summed(terms.first, terms.second, ratios, (len(terms.first),) if is_one else terms.sizes)
@@ -85,18 +69,12 @@ class _Terms:
 
     Up to a limit of c no term leaves the range of numbers, nor does its square, by which second derivatives divide. No
     product that did, of a and b below √tiny, would change a sum by more than its rounding: c a is below c √tiny.
-
-    Attributes:
-        first: What c is multiplied with, `[q]`.
-        second: What c² is multiplied with, `[q]`, or None.
-        limit: Largest c.
-        sizes: Lengths of the runs; to the last of an odd number of eigenvalues a zero was added.
     """
 
-    first: Tensor
-    second: Tensor | None
-    limit: float
-    sizes: tuple[int, ...]
+    first: Tensor  # What c is multiplied with, `[q]`
+    second: Tensor | None  # What c² is multiplied with, `[q]`, or None
+    limit: float  # Largest c
+    sizes: tuple[int, ...]  # Lengths of the runs; to the last of an odd number of eigenvalues a zero was added
 
 
 def _summed(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -54,15 +54,10 @@ _RELATIVE = "eigenvalue relative to the prior's"
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    """Curvature terms within one basis, and what does not depend on hyper-parameters.
+    """Curvature terms within one basis, and what does not depend on hyper-parameters."""
 
-    Attributes:
-        basis: Qᵀ, orthonormal rows `[r, P]`.
-        cores: M, `[E, r, r]`, float64; of a single term diagonal.
-    """
-
-    basis: Tensor
-    cores: Tensor
+    basis: Tensor  # Qᵀ, orthonormal rows `[r, P]`
+    cores: Tensor  # M, `[E, r, r]`, float64; of a single term diagonal
 
     @property
     def is_diagonal(self) -> bool:
@@ -126,28 +121,17 @@ class _InverseWeightedGram(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class LowRankPrecision(Precision):
-    """P = Q (Σ_e w_e M_e) Qᵀ + diag(δ).
+    """P = Q (Σ_e w_e M_e) Qᵀ + diag(δ)."""
 
-    Attributes:
-        subspace: Q and M.
-        weights: w, `[E]`.
-        prior: δ.
-        signed: Whether negative eigenvalues of the curvature are meant; else they are rounding, and zero.
-    """
-
-    subspace: Subspace
-    weights: Tensor
-    prior: GaussianPrior
-    signed: bool = False
+    subspace: Subspace  # Q and M
+    weights: Tensor  # w, `[E]`
+    prior: GaussianPrior  # δ
+    signed: bool = False  # Whether negative eigenvalues of the curvature are meant; else they are rounding, and zero
 
     # Differentiable in weights and prior.
 
     def _thetas(self) -> Tensor:
-        """θ, `[r]`, float64.
-
-        Raises:
-            CurvatureError: P is not positive definite.
-        """
+        """θ, `[r]`, float64."""
         if self.prior.is_scalar:
             return self._checked(self.subspace.eigenvalues(self.weights) / widened(self.prior.precision))
         core, root = self.subspace.core(self.weights), torch.linalg.cholesky(self.subspace.gram(self.prior))
@@ -248,19 +232,12 @@ class LowRankPrecision(Precision):
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64; θ and W are constants.
+    """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64; θ and W are constants."""
 
-    Attributes:
-        inside: S, `[r, r]`, with the graph that leads to weights and prior.
-        thetas: θ, `[r]`.
-        vectors: W.
-        rotation: Wᵀ L⁻¹, `[r, r]`, with the graph that leads to the prior.
-    """
-
-    inside: Tensor
-    thetas: Tensor
-    vectors: Tensor
-    rotation: Tensor
+    inside: Tensor  # S, `[r, r]`, with the graph that leads to weights and prior
+    thetas: Tensor  # θ, `[r]`
+    vectors: Tensor  # W
+    rotation: Tensor  # Wᵀ L⁻¹, `[r, r]`, with the graph that leads to the prior
 
     def slope(self, exponent: float) -> Tensor | None:
         """Wᵀ (I + S)^exponent W less what it is, `[r, r]`: zero, with its gradient; None where there is none."""
@@ -284,15 +261,10 @@ class _Solved:
 
 @dataclass(frozen=True, eq=False)
 class _Moments:
-    """Variances under the prior, and the outputs' coordinates in the subspace.
+    """Variances under the prior, and the outputs' coordinates in the subspace."""
 
-    Attributes:
-        prior: J D⁻¹ Jᵀ, `[B, C, C]`, or its diagonals `[B, C]`.
-        z: J D^(−1/2) Z, `[B, C, r]`.
-    """
-
-    prior: Tensor
-    z: Tensor
+    prior: Tensor  # J D⁻¹ Jᵀ, `[B, C, C]`, or its diagonals `[B, C]`
+    z: Tensor  # J D^(−1/2) Z, `[B, C, r]`
 
     @classmethod
     def of(
@@ -323,17 +295,11 @@ class _Moments:
 
 @dataclass(frozen=True, eq=False)
 class LowRankScan(VariancesOverPriors):
-    """Functional variances at many scalar priors: the coordinates are those of a unit prior, rescaled.
+    """Functional variances at many scalar priors: the coordinates are those of a unit prior, rescaled."""
 
-    Attributes:
-        subspace: Q and M.
-        weights: w, `[E]`, without gradient.
-        signed: As in `LowRankPrecision`.
-    """
-
-    subspace: Subspace
-    weights: Tensor
-    signed: bool
+    subspace: Subspace  # Q and M
+    weights: Tensor  # w, `[E]`, without gradient
+    signed: bool  # As in `LowRankPrecision`
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         values, vectors = torch.linalg.eigh(self.subspace.core(self.weights))
@@ -404,22 +370,14 @@ class LowRankCurvature(Curvature):
 
     A sum of two fits (other data, shards) is the sum of what they kept, cut to the larger rank that was asked for; what
     either had cut off before is lost. `residual` says what that may amount to.
-
-    Attributes:
-        basis: Qᵀ, `[r, P]`; of a single term its eigenvectors.
-        cores: M, `[E, r, r]`, float64; of a single term diagonal.
-        limit: k, the largest rank of a term.
-        error: ‖H U − U Λ‖_F over terms, Euclidean.
-        tail: Largest eigenvalue that was seen and cut off, absolute.
-        trace: Tr H of every term where it was measured, `[E]`, else None.
     """
 
-    basis: Tensor
-    cores: Tensor
-    limit: int
-    error: float = 0.0
-    tail: float = 0.0
-    trace: Tensor | None = None
+    basis: Tensor  # Qᵀ, `[r, P]`; of a single term its eigenvectors
+    cores: Tensor  # M, `[E, r, r]`, float64; of a single term diagonal
+    limit: int  # k, the largest rank of a term
+    error: float = 0.0  # ‖H U − U Λ‖_F over terms, Euclidean
+    tail: float = 0.0  # Largest eigenvalue that was seen and cut off, absolute
+    trace: Tensor | None = None  # Tr H of every term where it was measured, `[E]`, else None
     name = "lowrank"
     holds_every_input = False
     options = LowRankOptions
@@ -561,16 +519,7 @@ def _basis_of(rows: Tensor) -> Tensor:
 
 
 class _Reading(DataPass):
-    """One product H Q with all columns of the basis, summed over the data.
-
-    Args:
-        engine: Computes the products of a batch.
-        options: Rank and effort.
-        generator: Source of further random directions.
-        basis: Qᵀ, `[E or 1, l, P]`.
-        left: Readings that follow before the eigenpairs are taken.
-        trace: Of every term, `[E]`, where an earlier reading measured it.
-    """
+    """One product H Q with all columns of the basis, summed over the data."""
 
     def __init__(
         self,
@@ -581,12 +530,12 @@ class _Reading(DataPass):
         left: int,
         trace: Tensor | None = None,
     ) -> None:
-        self.engine = engine
-        self.options = options
-        self.generator = generator
-        self.basis = basis
-        self.left = left
-        self.trace = trace
+        self.engine = engine  # Computes the products of a batch
+        self.options = options  # Rank and effort
+        self.generator = generator  # Source of further random directions
+        self.basis = basis  # Qᵀ, `[E or 1, l, P]`
+        self.left = left  # Readings that follow before the eigenpairs are taken
+        self.trace = trace  # Of every term, `[E]`, where an earlier reading measured it
         self.measures_trace = options.is_share and trace is None
         self.products: Tensor | None = None
 

@@ -68,13 +68,9 @@ from laplace.structures.separation import Separation, first, in_order, linked
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The candidates of one tensor.
+    """The candidates of one tensor."""
 
-    Attributes:
-        basis: Vectors of both sides; None of a tensor without factors, which has no candidates.
-    """
-
-    basis: ProductBasis | None
+    basis: ProductBasis | None  # Vectors of both sides; None of a tensor without factors, which has no candidates
 
     @property
     def size(self) -> int:
@@ -93,12 +89,7 @@ class Grid:
         return table.mT if self.basis.output_first else table
 
     def carried(self, table: Tensor, to: Grid) -> Tensor:
-        """Diagonal of Vᵀ U diag(λ*) Uᵀ V in other candidates V: Σ_i (v_j · u_i)² λ*_i, as a table.
-
-        Args:
-            table: λ* of these candidates U, `[E, G, r_in, r_out]`.
-            to: V.
-        """
+        """Diagonal of Vᵀ U diag(λ*) Uᵀ V in other candidates V, Σ_i (v_j · u_i)² λ*_i; both as tables."""
         if self.basis is None or to.basis is None:
             return table
         wide = widened(table)
@@ -114,13 +105,7 @@ def _squared_products(one: OrthogonalBasis, other: OrthogonalBasis) -> Tensor:
 
 
 def grids(blocks: Sequence[KronBlock], sides: Mapping[str, Side], factors: Mapping[str, Tensor]) -> tuple[Grid, ...]:
-    """The candidates of every tensor.
-
-    Args:
-        blocks: What the sides mean.
-        sides: Low-rank sides by key.
-        factors: Counts of the rows of embeddings by key.
-    """
+    """The candidates of every tensor."""
     return tuple(_grid(block, sides, factors) for block in blocks)
 
 
@@ -158,30 +143,16 @@ _ROUNDING = 32
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms.
+    """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms."""
 
-    Attributes:
-        columns: U.
-        values: Λ, `[K]`, float64.
-        scaling: S, `[p]`.
-        rest: D, `[p]`.
-    """
-
-    columns: Columns
-    values: Tensor
-    scaling: Tensor
-    rest: Tensor
+    columns: Columns  # U
+    values: Tensor  # Λ, `[K]`, float64
+    scaling: Tensor  # S, `[p]`
+    rest: Tensor  # D, `[p]`
 
     @classmethod
     def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype) -> Part:
-        """From columns and the exact diagonal `[p]` of the weighted terms, in float64.
-
-        Args:
-            columns: U, with a Λ for every term.
-            diagonal: H_pp.
-            weights: Of the terms, `[E]`.
-            dtype: The curvature's.
-        """
+        """From columns and the exact diagonal `[p]` of the weighted terms, in float64."""
         diagonal = diagonal.clamp(min=0)
         if not len(columns):
             return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
@@ -202,15 +173,7 @@ class Part:
 
 
 def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
-    """Σ log det K over tensors, 0-dim, float64, differentiable in ratios and parts.
-
-    Args:
-        parts: The curvature of every tensor.
-        ratios: C of every tensor, `[1]` or `[p]`.
-
-    Raises:
-        CurvatureError: The prior is so small that a K is singular by rounding.
-    """
+    """Σ log det K over tensors for their c `[1]` or `[p]`, 0-dim, float64, differentiable in ratios and parts."""
     pairs = [(part, widened(ratio)) for part, ratio in zip(parts, ratios, strict=True) if len(part.columns)]
     if not pairs:
         return widened(ratios[0].new_zeros(()))
@@ -298,19 +261,12 @@ _CANCELLING = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64.
+    """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64."""
 
-    Attributes:
-        part: Its curvature.
-        inverse: B⁻¹, `[p]`.
-        roots: √(s Λ), `[K]`.
-        factor: Cholesky factor of K, `[K, K]`.
-    """
-
-    part: Part
-    inverse: Tensor
-    roots: Tensor
-    factor: Tensor
+    part: Part  # Its curvature
+    inverse: Tensor  # B⁻¹, `[p]`
+    roots: Tensor  # √(s Λ), `[K]`
+    factor: Tensor  # Cholesky factor of K, `[K, K]`
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -382,19 +338,12 @@ class _Solved:
 
 @dataclass(frozen=True, eq=False)
 class LowRankKronPrecision(Precision):
-    """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal.
+    """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal."""
 
-    Attributes:
-        parts: Unit curvature of every tensor, for weights with a mean of 1.
-        weights: Scale of every curvature term, `[E]`; s is their mean.
-        prior: δ.
-        pairs: D of all tensors for log determinants, where no hyper-parameter changes it.
-    """
-
-    parts: tuple[Part, ...]
-    weights: Tensor
-    prior: GaussianPrior
-    pairs: Pairs | None = None
+    parts: tuple[Part, ...]  # Unit curvature of every tensor, for weights with a mean of 1
+    weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
+    prior: GaussianPrior  # δ
+    pairs: Pairs | None = None  # D of all tensors for log determinants, where no hyper-parameter changes it
 
     @property
     def _scale(self) -> Tensor:
@@ -420,11 +369,7 @@ class LowRankKronPrecision(Precision):
         return 1 / (widened(self._scale) * widened(part.rest) + widened(delta))
 
     def _cholesky(self, part: Part, delta: Tensor) -> Tensor:
-        """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64.
-
-        Raises:
-            CurvatureError: The prior is so small that K is singular by rounding.
-        """
+        """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64."""
         roots = (widened(self._scale) * part.values).sqrt()
         gram = part.columns.gram(widened(part.scaling).square() * self._inverse(part, delta))
         eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
@@ -611,22 +556,15 @@ class LowRankKronCurvature(Curvature):
 
     The sum of two fits has the sum of both diagonals, exactly; the sides of both are stacked and truncated again, and
     of both corrected curvatures the diagonal in the products of the new sides is kept.
-
-    Attributes:
-        diagonal: The exact diagonal, `[E, P]`.
-        blocks: What the sides mean, one per tensor.
-        sides: Low-rank sides by key.
-        factors: Counts of the rows of embeddings, and numbers of positions, by key.
-        rank: k.
-        corrected: Corrected eigenvalues of every tensor's candidates, `[E, G, r_in, r_out]`, none of a tensor without
-            factors; None where eigenvalues are products.
     """
 
-    diagonal: Tensor
-    blocks: tuple[KronBlock, ...]
-    sides: dict[str, Side]
-    factors: dict[str, Tensor]
-    rank: int
+    diagonal: Tensor  # The exact diagonal, `[E, P]`
+    blocks: tuple[KronBlock, ...]  # What the sides mean, one per tensor
+    sides: dict[str, Side]  # Low-rank sides by key
+    factors: dict[str, Tensor]  # Counts of the rows of embeddings, and numbers of positions, by key
+    rank: int  # k
+    # Corrected eigenvalues of every tensor's candidates, `[E, G, r_in, r_out]`, none of a tensor without factors;
+    # None where eigenvalues are products
     corrected: tuple[Tensor, ...] | None = None
     name = "lowrank_kron"
     holds_every_input = False
@@ -764,23 +702,16 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Products(DataPass):
-    """A reading of the data: products of the factors with a probe, and the diagonal in the first one.
-
-    Args:
-        engine: Computes the numbers of a batch.
-        options: Rank and seed.
-        probe: What the factors are multiplied with.
-        diagonal: Sum of the exact diagonal, or None if this reading is to find it.
-    """
+    """A reading of the data: products of the factors with a probe, and the diagonal in the first one."""
 
     def __init__(
         self, engine: CurvatureEngine, options: LowRankKronOptions, probe: Probe, diagonal: Tensor | None = None
     ) -> None:
-        self.engine = engine
+        self.engine = engine  # Computes the numbers of a batch
         self.chosen = options
-        self.probe = probe
+        self.probe = probe  # What the factors are multiplied with
         self.sums_diagonal = diagonal is None
-        self.diagonal = diagonal
+        self.diagonal = diagonal  # Sum of the exact diagonal, or None if this reading is to find it
         self.products: KronParts | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
@@ -820,11 +751,7 @@ class _Products(DataPass):
         return later
 
     def read(self) -> tuple[KronParts, Tensor]:
-        """Products and diagonal of all data.
-
-        Raises:
-            InvalidData: There were none.
-        """
+        """Products and diagonal of all data."""
         if self.products is None or self.diagonal is None:
             raise InvalidData("no batch was read.")
         return self.products, self.diagonal
@@ -846,20 +773,13 @@ class _Search(_Products):
 
 
 class _Refinement(_Products):
-    """The second reading: eigenvectors within the ranges that were found.
-
-    Args:
-        engine: Computes the numbers of a batch.
-        options: Rank and seed.
-        ranges: Where the eigenvectors are.
-        diagonal: The exact diagonal.
-    """
+    """The second reading: eigenvectors within the ranges that were found."""
 
     def __init__(
         self, engine: CurvatureEngine, options: LowRankKronOptions, ranges: Ranges, diagonal: Tensor | None
     ) -> None:
         super().__init__(engine, options, ranges, diagonal)
-        self.ranges = ranges
+        self.ranges = ranges  # Where the eigenvectors are
 
     def state(self) -> dict[str, Any]:
         return {**self.held(), "ranges": self.ranges.bases}
@@ -879,19 +799,13 @@ class _Refinement(_Products):
 
 
 class _Correction(Correction):
-    """The third reading: the exact diagonal in the candidates.
-
-    Args:
-        engine: Computes the numbers of a batch.
-        curvature: That of the first two readings.
-        corrected: The sum so far.
-    """
+    """The third reading: the exact diagonal in the candidates."""
 
     def __init__(
         self, engine: CurvatureEngine, curvature: LowRankKronCurvature, corrected: Tensor | None = None
     ) -> None:
         super().__init__(engine, curvature.grids, corrected)
-        self.curvature = curvature
+        self.curvature = curvature  # That of the first two readings
 
     @classmethod
     def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:

@@ -42,11 +42,7 @@ from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
 def first_order(value: Tensor) -> Tensor:
-    """A value as it is, which is differentiated once.
-
-    Raises:
-        UnsupportedError: Its gradient is asked for with a graph of its own.
-    """
+    """A value as it is, which is differentiated once."""
     return _FirstOrder.apply(value)
 
 
@@ -72,17 +68,11 @@ class _FirstOrder(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class HeldBatch:
-    """Inputs of one batch with the curvature of its loss in the outputs, at which nothing but J is asked for later.
+    """Inputs of one batch with the curvature of its loss in the outputs, at which nothing but J is asked for later."""
 
-    Attributes:
-        x: Inputs.
-        output: Λ.
-        count: How often every datum counts.
-    """
-
-    x: Inputs
-    output: OutputCurvature
-    count: float = 1.0
+    x: Inputs  # Inputs
+    output: OutputCurvature  # Λ
+    count: float = 1.0  # How often every datum counts
 
     @classmethod
     def of(cls, x: Inputs, output: OutputCurvature) -> HeldBatch:
@@ -157,22 +147,13 @@ class DataProducts:
 
     Of a last layer the features are kept, of small networks the Jacobian multiplied out, as far as the budget reaches;
     a map that is not kept takes a forward and a backward pass for every block of vectors.
-
-    Args:
-        engine: Gives linear maps of batches at θ*.
-        data: Batches.
-        kept_bytes: Bytes of the maps that are kept.
-
-    Attributes:
-        n_params: P.
-        like: A tensor of the dtype and on the device of products.
     """
 
     def __init__(self, engine: CurvatureEngine, data: Sequence[HeldBatch], kept_bytes: int) -> None:
-        self.engine = engine
-        self.data = tuple(data)
-        self.n_params = engine.problem.layout.n_params
-        self.like = self.data[0].hessian.diag
+        self.engine = engine  # Gives linear maps of batches at θ*
+        self.data = tuple(data)  # Batches
+        self.n_params = engine.problem.layout.n_params  # P
+        self.like = self.data[0].hessian.diag  # A tensor of the dtype and on the device of products
         self._left = kept_bytes
         self._kept: dict[int, LinearMap] = {}
 
@@ -265,40 +246,24 @@ _PARTS = 4
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """Tolerances of iterative answers.
+    """Tolerances of iterative answers."""
 
-    Attributes:
-        tolerance: Largest residual, relative to the right-hand side, in the norm of the preconditioner.
-        max_iterations: Products of the curvature with blocks of vectors, for every block.
-        n_probes: Probes of the log determinant.
-        seed: Of the probes, and of the sketch.
-        rank: Eigenpairs of the preconditioner's sketch.
-    """
-
-    tolerance: float
-    max_iterations: int
-    n_probes: int
-    seed: int
-    rank: int
+    tolerance: float  # Largest residual, relative to the right-hand side, in the norm of the preconditioner
+    max_iterations: int  # Products of the curvature with blocks of vectors, for every block
+    n_probes: int  # Probes of the log determinant
+    seed: int  # Of the probes, and of the sketch
+    rank: int  # Eigenpairs of the preconditioner's sketch
 
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """Products with the data of a fit, its preconditioners, and the matrix where it is made: of all its precisions.
+    """Products with the data of a fit, its preconditioners, and the matrix where it is made: of all its precisions."""
 
-    Attributes:
-        products: Products with J of all data.
-        factors: Kronecker factors for a preconditioner; None for a sketch.
-        options: Tolerances.
-        n_terms: E.
-        reports: What the last answers say of themselves.
-    """
-
-    products: DataProducts
-    factors: KronCurvature | None
-    options: SolveOptions
-    n_terms: int
-    reports: SolveReports = field(default_factory=SolveReports)
+    products: DataProducts  # Products with J of all data
+    factors: KronCurvature | None  # Kronecker factors for a preconditioner; None for a sketch
+    options: SolveOptions  # Tolerances
+    n_terms: int  # E
+    reports: SolveReports = field(default_factory=SolveReports)  # What the last answers say of themselves
 
     def preconditioner(self, weights: Tensor, prior: GaussianPrior) -> Precision:
         """A precision close to that of all data."""
@@ -312,11 +277,7 @@ class System:
 
     @cached_property
     def full(self) -> FullCurvature:
-        """H itself, `[E, P, P]`, by its products with unit vectors.
-
-        Raises:
-            UnsupportedError: It would be too large.
-        """
+        """H itself, `[E, P, P]`, by its products with unit vectors."""
         n = self.products.n_params
         if _MATRICES * 8 * n**2 > MEMORY_BUDGET:
             raise UnsupportedError(
@@ -331,17 +292,11 @@ class System:
 
 @dataclass(frozen=True, eq=False)
 class MatrixFreePrecision(Precision):
-    """P known by its products, and by a preconditioner close to it.
+    """P known by its products, and by a preconditioner close to it."""
 
-    Attributes:
-        system: What does not depend on hyper-parameters.
-        weights: w, `[E]`.
-        prior: δ.
-    """
-
-    system: System
-    weights: Tensor
-    prior: GaussianPrior
+    system: System  # What does not depend on hyper-parameters
+    weights: Tensor  # w, `[E]`
+    prior: GaussianPrior  # δ
 
     # Products and solutions, without a graph.
 
@@ -659,21 +614,13 @@ class MatrixFreeOptions:
 
 @dataclass(frozen=True, eq=False)
 class MatrixFreeCurvature(Curvature):
-    """The full curvature by its products.
+    """The full curvature by its products."""
 
-    Attributes:
-        terms: E.
-        factors: Kronecker factors of the same data, for a preconditioner; None for a sketch.
-        data: What products are formed from.
-        mean: θ*, at which, `[P]`.
-        chosen: Options.
-    """
-
-    terms: int
-    factors: KronCurvature | None
-    data: tuple[HeldBatch, ...]
-    mean: Tensor
-    chosen: MatrixFreeOptions
+    terms: int  # E
+    factors: KronCurvature | None  # Kronecker factors of the same data, for a preconditioner; None for a sketch
+    data: tuple[HeldBatch, ...]  # What products are formed from
+    mean: Tensor  # θ*, at which, `[P]`
+    chosen: MatrixFreeOptions  # Options
     name = "matrix_free"
     options = MatrixFreeOptions
     asks_network = True
@@ -721,11 +668,7 @@ class MatrixFreeCurvature(Curvature):
         )
 
     def __add__(self, other: Curvature) -> MatrixFreeCurvature:
-        """Curvature of both sets of data.
-
-        Raises:
-            UnsupportedError: The network was trained between the two fits.
-        """
+        """Curvature of both sets of data."""
         if not isinstance(other, MatrixFreeCurvature):
             return NotImplemented
         if not torch.equal(self.mean, other.mean):
@@ -812,16 +755,11 @@ class MatrixFreeCurvature(Curvature):
 
 
 class _Holding(DataPass):
-    """Holds what products take, and sums Kronecker factors where they are to precondition.
-
-    Args:
-        engine: Computes both.
-        options: Of the structure.
-    """
+    """Holds what products take, and sums Kronecker factors where they are to precondition."""
 
     def __init__(self, engine: CurvatureEngine, options: MatrixFreeOptions) -> None:
-        self.engine = engine
-        self.options = options
+        self.engine = engine  # Computes both
+        self.options = options  # Of the structure
         self.factors: KronCurvature | None = None
         self.data: list[HeldBatch] = []
 

@@ -65,14 +65,7 @@ def shrinkage_slope(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: floa
 
 
 def whitened_power(vectors: Tensor, exponent: float, deviations: Tensor, removed: Callable[[Tensor], Tensor]) -> Tensor:
-    """P⁻¹ v (exponent −1) or D^(−½) (I + W Wᵀ)^(−½) v (−½) of P = D^½ (I + W Wᵀ) D^½, for v `[..., P]`.
-
-    Args:
-        vectors: v.
-        exponent: −1 or −½.
-        deviations: D^(−½), `[P]`.
-        removed: W g(K) Wᵀ of vectors, for this exponent.
-    """
+    """P⁻¹ v (exponent −1) or D^(−½) (I + W Wᵀ)^(−½) v (−½) of P = D^½ (I + W Wᵀ) D^½, for v `[..., P]`."""
     white = vectors if exponent == -0.5 else vectors * deviations
     return (white - removed(white)) * deviations
 

@@ -50,11 +50,7 @@ def first(parts: Mapping[tuple[int, ...], T]) -> T:
 
 
 def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
-    """Tensors that are linked by keys that they have in common, directly or by way of others.
-
-    Args:
-        keys: Of every tensor.
-    """
+    """Tensors that are linked by keys that they have in common, directly or by way of others."""
     groups: list[tuple[set[int], set[str]]] = []
     for i, own in enumerate(keys):
         known = set(own)
@@ -65,10 +61,6 @@ def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
 
 
 def in_order(parts: Mapping[tuple[int, ...], Sequence[T]]) -> tuple[T, ...]:
-    """Entries of parts, one for every tensor, in the order of the tensors.
-
-    Args:
-        parts: By the indices of their tensors.
-    """
+    """Entries of parts, one for every tensor, in the order of the tensors."""
     placed = {i: one for tensors, some in parts.items() for i, one in zip(tensors, some, strict=True)}
     return tuple(placed[i] for i in range(len(placed)))

@@ -51,17 +51,11 @@ def _refused(what: str, instead: str) -> UnsupportedError:
 
 @dataclass(frozen=True, eq=False)
 class SharePrecision(Precision):
-    """One process's share: what it answers, added up over the processes, is what the whole precision would answer.
+    """One process's share: what it answers, added up over the processes, is what the whole precision would answer."""
 
-    Attributes:
-        own: P of this process's tensors; None if it has none, and a share of zero in all.
-        tensors: Their indices.
-        prior: N(μ₀, diag(δ)⁻¹) of all tensors.
-    """
-
-    own: Precision | None
-    tensors: tuple[int, ...]
-    prior: GaussianPrior
+    own: Precision | None  # P of this process's tensors; None if it has none, and a share of zero in all
+    tensors: tuple[int, ...]  # Their indices
+    prior: GaussianPrior  # N(μ₀, diag(δ)⁻¹) of all tensors
 
     def logdet_ratio(self) -> Tensor:
         return self.prior.precision.new_zeros(()) if self.own is None else self.own.logdet_ratio()
@@ -102,21 +96,13 @@ class SharePrecision(Precision):
 
 @dataclass(frozen=True)
 class _Query:
-    """A process's account of a query, before answers are added.
+    """A process's account of a query, before answers are added."""
 
-    Attributes:
-        asked: Digest of what it asks: inputs and hyper-parameters.
-        shape: Shape of its answer.
-        dtype: Its dtype.
-        undefined: Why P is not positive definite, or None.
-        has_graph: Whether a derivative of the answer is wanted.
-    """
-
-    asked: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    undefined: str | None = None
-    has_graph: bool = False
+    asked: str  # Digest of what it asks: inputs and hyper-parameters
+    shape: tuple[int, ...]  # Shape of its answer
+    dtype: torch.dtype  # Its dtype
+    undefined: str | None = None  # Why P is not positive definite, or None
+    has_graph: bool = False  # Whether a derivative of the answer is wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,18 +110,12 @@ class ShardedPrecision(Precision):
     """P, whose queries are sums over processes.
 
     The log determinant is differentiable in weights and prior, once; what else is asked has no derivative.
-
-    Attributes:
-        processes: The group.
-        share: This process's share at some weights and prior.
-        weights: Scale of every curvature term, `[E]`.
-        prior: N(μ₀, diag(δ)⁻¹) of all tensors.
     """
 
-    processes: Processes
-    share: Callable[[Tensor, GaussianPrior], SharePrecision]
-    weights: Tensor
-    prior: GaussianPrior
+    processes: Processes  # The group
+    share: Callable[[Tensor, GaussianPrior], SharePrecision]  # This process's share at some weights and prior
+    weights: Tensor  # Scale of every curvature term, `[E]`
+    prior: GaussianPrior  # N(μ₀, diag(δ)⁻¹) of all tensors
 
     @cached_property
     def _mine(self) -> SharePrecision:
@@ -191,18 +171,7 @@ class ShardedPrecision(Precision):
         raise _refused(_MATRIX, _INSTEAD)
 
     def _total(self, what: str, inputs: Inputs, of: Callable[[Precision], Tensor]) -> Tensor:
-        """The sum of the answers of all processes: one exchange of words, then one sum.
-
-        Args:
-            what: What is asked for, for messages.
-            inputs: What the answer depends on, besides the hyper-parameters; equal in all processes.
-            of: A process's answer, of its share.
-
-        Raises:
-            CurvatureError: P is not positive definite in some process.
-            ProcessError: Another process failed, or asks for something else.
-            UnsupportedError: The answer would have a graph, which the other shares have no part in.
-        """
+        """The sum of the answers of all processes: one exchange of words, then one sum."""
         answers: list[Tensor] = []
 
         def attempt() -> _Query:
@@ -222,13 +191,7 @@ class ShardedPrecision(Precision):
 
 
 def _compare(what: str, words: list[_Query]) -> None:
-    """Requires that all processes asked for the same, and found it.
-
-    Raises:
-        CurvatureError: P is not positive definite in some process.
-        ProcessError: One asked for something else than the first.
-        UnsupportedError: A derivative is wanted.
-    """
+    """Requires that all processes asked for the same, and found it."""
     for rank, word in enumerate(words):
         if word.asked != words[0].asked:
             raise ProcessError(
@@ -276,32 +239,18 @@ class _Slope(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ShardedCurvature(Curvature):
-    """A block-diagonal curvature of which every process of a group holds the blocks of some tensors.
+    """A block-diagonal curvature of which every process of a group holds the blocks of some tensors."""
 
-    Attributes:
-        processes: The group.
-        owners: Rank of the process that holds a tensor, of every tensor.
-        layout: All tensors.
-        own: The curvature of this process's tensors; None if it has none.
-        terms: E.
-    """
-
-    processes: Processes
-    owners: tuple[int, ...]
-    layout: Layout
-    own: Curvature | None
-    terms: int
+    processes: Processes  # The group
+    owners: tuple[int, ...]  # Rank of the process that holds a tensor, of every tensor
+    layout: Layout  # All tensors
+    own: Curvature | None  # The curvature of this process's tensors; None if it has none
+    terms: int  # E
     name = "sharded"
 
     @classmethod
     def of(cls, curvature: Curvature, processes: Processes, layout: Layout) -> ShardedCurvature:
-        """This process's part of a curvature that all processes have; what is left of it can be let go.
-
-        Args:
-            curvature: That of all tensors, the same in every process, of a structure that has a separation.
-            processes: The group.
-            layout: All tensors.
-        """
+        """This process's part of a curvature that all processes have; what is left of it can be let go."""
         owners = placed(curvature, layout, processes.size)
         return cls(processes, owners, layout, None, curvature.n_terms).alike(curvature)
 
@@ -377,11 +326,7 @@ class ShardedCurvature(Curvature):
 
 
 def separation_of(curvature: Curvature) -> Separation[Any]:
-    """The way in which a curvature is taken apart.
-
-    Raises:
-        UnsupportedError: Its tensors are coupled.
-    """
+    """The way in which a curvature is taken apart."""
     if curvature.separation is None:
         raise UnsupportedError(f"curvature of structure {curvature.name!r} couples all tensors; it is not taken apart.")
     return curvature.separation

@@ -29,15 +29,10 @@ _AT_ONCE = 2**21
 
 @dataclass(frozen=True)
 class FactorEigen:
-    """U diag(λ) Uᵀ, in float64.
+    """U diag(λ) Uᵀ, in float64."""
 
-    Attributes:
-        values: λ, `[G, n]`; zeros first, where the sum was of fewer rows.
-        basis: U, or None for the identity.
-    """
-
-    values: Tensor
-    basis: OrthogonalBasis | None
+    values: Tensor  # λ, `[G, n]`; zeros first, where the sum was of fewer rows
+    basis: OrthogonalBasis | None  # U, or None for the identity
 
     @classmethod
     def of_thin(cls, factor: ThinFactor) -> FactorEigen:
@@ -73,14 +68,7 @@ def decomposed(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def input_eigen(
     parts: KronParts, block: KronBlock, output: FactorEigen, sides: Mapping[str, FactorEigen]
 ) -> FactorEigen:
-    """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1.
-
-    Args:
-        parts: The sums.
-        block: A Kronecker-factored one.
-        output: That of its output side.
-        sides: Those of sums that are no counts, by key.
-    """
+    """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1."""
     if block.input is None:
         return FactorEigen(output.values.new_ones(len(output.values), 1), None)
     known = sides.get(block.input)
@@ -110,31 +98,19 @@ PICKED_LIMIT = 8192
 
 @dataclass(frozen=True, eq=False)
 class BlockSpectrum:
-    """A block U diag(λ) Uᵀ with U = I, dense, or left ⊗ right, in float64.
+    """A block U diag(λ) Uᵀ with U = I, dense, or left ⊗ right, in float64."""
 
-    Attributes:
-        values: λ, `[p]`, in the order of the tensor's entries (of its rows × columns, for a product).
-        left: Basis of the first dimension, of width L, or None for the identity.
-        right: Basis of the rest, of width R, or None for the identity.
-        shape: (G, L, R) of a product, or None.
-        basis: Dense basis `[p, p]`, or None.
-        matrix: The block itself `[p, p]` where it is dense: a prior that varies within it is added exactly.
-        left_values: Eigenvalues of the left factor `[G, L]`, where there is one.
-        right_values: Eigenvalues of the right factor `[G, R]`.
-        output_first: The output side is the left one.
-        is_bias: The other factor is the number 1.
-    """
-
-    values: Tensor
-    left: OrthogonalBasis | None = None
-    right: OrthogonalBasis | None = None
-    shape: tuple[int, int, int] | None = None
-    basis: Tensor | None = None
+    values: Tensor  # λ, `[p]`, in the order of the tensor's entries (of its rows × columns, for a product)
+    left: OrthogonalBasis | None = None  # Basis of the first dimension, of width L, or None for the identity
+    right: OrthogonalBasis | None = None  # Basis of the rest, of width R, or None for the identity
+    shape: tuple[int, int, int] | None = None  # (G, L, R) of a product, or None
+    basis: Tensor | None = None  # Dense basis `[p, p]`, or None
+    # The block itself `[p, p]` where it is dense: a prior that varies within it is added exactly
     matrix: Tensor | None = None
-    left_values: Tensor | None = None
-    right_values: Tensor | None = None
-    output_first: bool = True
-    is_bias: bool = False
+    left_values: Tensor | None = None  # Eigenvalues of the left factor `[G, L]`, where there is one
+    right_values: Tensor | None = None  # Eigenvalues of the right factor `[G, R]`
+    output_first: bool = True  # The output side is the left one
+    is_bias: bool = False  # The other factor is the number 1
 
     @property
     def size(self) -> int:
@@ -168,11 +144,7 @@ class BlockSpectrum:
         return block if self._product is None else block.in_basis(self._product)
 
     def averages(self, dtype: torch.dtype) -> BlockSpectrum:
-        """Weights by which a prior that varies is averaged: `rotate` maps it to the eigenbasis of a product.
-
-        Args:
-            dtype: That in which the factors were summed.
-        """
+        """Weights by which a prior that varies is averaged: `rotate` maps it to the eigenbasis of a product."""
         left = _averages(self.left, self.left_values, dtype)
         return replace(self, left=left, right=_averages(self.right, self.right_values, dtype))
 
@@ -214,22 +186,16 @@ class BlockSpectrum:
 
 @dataclass(frozen=True)
 class Spectra:
-    """The eigendecompositions of all blocks, computed once per fit and shared by every precision.
+    """The eigendecompositions of all blocks, computed once per fit and shared by every precision."""
 
-    Attributes:
-        blocks: One per tensor or group of tensors, in float64.
-        dtype: The curvature's dtype: eigenvalues that were clamped in float64 lose nothing that a float32 evidence
-            could show.
-        groups: Indices of the tensors of every block, which follow each other; None for one tensor per block.
-        signed: Whether negative eigenvalues are meant; else there are none.
-        factored: Whether the eigenvalues of a product are the products of those of its factors.
-    """
-
-    blocks: tuple[BlockSpectrum, ...]
+    blocks: tuple[BlockSpectrum, ...]  # One per tensor or group of tensors, in float64
+    # The curvature's dtype: eigenvalues that were clamped in float64 lose nothing that a float32 evidence could
+    # show
     dtype: torch.dtype
+    # Indices of the tensors of every block, which follow each other; None for one tensor per block
     groups: Groups | None = None
-    signed: bool = False
-    factored: bool = False
+    signed: bool = False  # Whether negative eigenvalues are meant; else there are none
+    factored: bool = False  # Whether the eigenvalues of a product are the products of those of its factors
 
     def __iter__(self) -> Iterator[BlockSpectrum]:
         return iter(self.blocks)
@@ -280,12 +246,7 @@ class Spectra:
         )
 
     def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
-        """Σ_i Σ_j log(1 + s λ_ij / δ_i), 0-dim, differentiable in both, in one pass over all eigenvalues.
-
-        Args:
-            scale: S, 0-dim.
-            deltas: Δ of every block, `[n]`, or one for all of them, `[1]`.
-        """
+        """Σ_i Σ_j log(1 + s λ_ij / δ_i), 0-dim, differentiable in both, in one pass over all eigenvalues."""
         if self._is_constant:
             return self._pairs.log_det_ratio(scale, deltas)
         return log_det_ratio(self._flat(), scale / deltas, (sum(self._sizes),) if deltas.numel() == 1 else self._sizes)
@@ -346,12 +307,7 @@ def diag_spectrum(values: Tensor) -> BlockSpectrum:
 
 
 def dense_spectrum(matrix: Tensor, *, signed: torch.dtype | None = None) -> BlockSpectrum:
-    """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix.
-
-    Args:
-        matrix: The block, in float64.
-        signed: Negative eigenvalues are meant, of a matrix that was summed in this dtype; None where they are rounding.
-    """
+    """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix."""
     _, vectors = algebra.eigh(matrix, signed=signed is not None)
     values = _quadratic_forms(matrix, vectors)
     values = values.clamp(min=0) if signed is None else without_rounding(values, signed)
@@ -388,13 +344,7 @@ def followed(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) -> BlockSpectrum:
-    """A Kronecker-factored block.
-
-    Args:
-        block: What the factors mean.
-        output: Output side.
-        inputs: Input side, divided by the number of positions; the number 1 for a bias.
-    """
+    """A Kronecker-factored block."""
     left, right = (inputs, output) if block.input_first else (output, inputs)
     is_bias = block.input is None
     products = output.values if is_bias else left.values.unsqueeze(2) * right.values.unsqueeze(1)
@@ -411,17 +361,7 @@ def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) ->
 
 
 def picked_matrix(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first: bool) -> Tensor:
-    """The sub-block (left ⊗ right)[index, index], `[p, p]`: products of single entries of both sides.
-
-    Args:
-        output: Output side `[G, O, O]`.
-        inputs: Input side `[G, I, I]`, counts `[V]`, or None for a bias.
-        index: Entries of the product, ascending, `[p]`.
-        input_first: Whether the input side is the left one.
-
-    Raises:
-        UnsupportedError: There are too many for a dense block.
-    """
+    """The sub-block (left ⊗ right)[index, index], `[p, p]`: products of single entries of both sides."""
     if len(index) > PICKED_LIMIT:
         raise UnsupportedError(
             f"a Kronecker block of {len(index)} single entries would need a dense block above the limit of "

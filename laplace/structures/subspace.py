@@ -92,25 +92,17 @@ def orthonormalise_(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RitzPairs:
-    """Approximate eigenpairs, the largest absolute eigenvalue first.
+    """Approximate eigenpairs, the largest absolute eigenvalue first."""
 
-    Attributes:
-        vectors: U, orthonormal rows `[l, P]`.
-        values: λ, `[l]`, float64.
-        residuals: ‖H u − λ u‖ of every pair, `[l]`, float64.
-    """
-
-    vectors: Tensor
-    values: Tensor
-    residuals: Tensor
+    vectors: Tensor  # U, orthonormal rows `[l, P]`
+    values: Tensor  # λ, `[l]`, float64
+    residuals: Tensor  # ‖H u − λ u‖ of every pair, `[l]`, float64
 
 
 def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
-    """Eigenpairs of H within the span of an orthonormal basis Q, from T = Qᵀ H Q; overwrites the basis with them.
+    """Eigenpairs of H within the span of an orthonormal basis Q, from T = Qᵀ H Q, which they overwrite.
 
-    Args:
-        basis: Q, rows `[l, P]`; zero rows are passed over.
-        products: H Q, `[l, P]`.
+    Q and H Q are rows `[l, P]`; zero rows of Q are passed over.
     """
     small = inner(basis, products)
     values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
@@ -129,11 +121,6 @@ def leading(pairs: RitzPairs, count: int, seed: int) -> Tensor:
 
     Of several that share the eigenvalue at the cut, any choice is as good, and rounding would make it, so that it
     depended on the batches; it falls to those that fixed random vectors point to.
-
-    Args:
-        pairs: The eigenpairs, largest first.
-        count: Number of them.
-        seed: Of the random vectors.
     """
     last, sizes = max(0, count - 1), pairs.values.abs()
     eps = torch.finfo(pairs.vectors.dtype).eps

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FixedRootPrecision(Precision):
-    """A precision that is known by a root of its covariance, with the graph that leads to it.
+    """A precision that is known by a root of its covariance, with the graph that leads to it."""
 
-    Attributes:
-        root: L with L Lᵀ = P⁻¹, `[P, P]`, or standard deviations `[P]`.
-    """
-
-    root: Tensor
+    root: Tensor  # L with L Lᵀ = P⁻¹, `[P, P]`, or standard deviations `[P]`
 
     @property
     def _is_diagonal(self) -> bool:
@@ -101,15 +97,6 @@ def precision_of_factors(
     """The matrix by its factors, with the graph that leads to it.
 
     Half of the smallest eigenvalue of a block stands for its prior, which is not known here: the rest is positive.
-
-    Args:
-        matrix: P.
-        blocks: Forms of the curvature's blocks, which say what a side of a factor belongs to.
-        layout: The random parameter tensors.
-        dtype: Of Jacobians.
-
-    Raises:
-        CurvatureError: P is not positive definite.
     """
     from laplace.structures.kron import KronPrecision
     from laplace.structures.spectra import Spectra

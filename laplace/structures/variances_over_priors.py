@@ -24,10 +24,6 @@ class VariancesOverPriors(ABC):
         """J P(δ)⁻¹ Jᵀ per datum as a function of n priors δ `[n]`, `[n, B, C, C]` or `[n, B, C]`, without gradient.
 
         Pieces of the Jacobian that are computed when they are asked for are so once for all n.
-
-        Args:
-            jacobian: J.
-            diagonal: Variances only.
         """
 
 
@@ -38,14 +34,10 @@ def one_by_one(at: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class SpectralScan(VariancesOverPriors):
-    """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once.
+    """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once."""
 
-    Attributes:
-        project: The Jacobian in the eigenbasis.
-        precisions: Eigenvalues of P per block at a scalar δ `[1]`, without gradient.
-    """
-
-    project: Callable[[Jacobian], Jacobian]
+    project: Callable[[Jacobian], Jacobian]  # The Jacobian in the eigenbasis
+    # Eigenvalues of P per block at a scalar δ `[1]`, without gradient
     precisions: Callable[[Tensor], tuple[Tensor, ...]]
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
@@ -65,15 +57,10 @@ class SpectralScan(VariancesOverPriors):
 
 @dataclass(frozen=True)
 class OneByOne(VariancesOverPriors):
-    """Functional variances at many scalar priors, each by a precision of its own.
+    """Functional variances at many scalar priors, each by a precision of its own."""
 
-    Attributes:
-        precision: P at a prior.
-        layout: The parameters.
-    """
-
-    precision: Callable[[GaussianPrior], Precision]
-    layout: Layout
+    precision: Callable[[GaussianPrior], Precision]  # P at a prior
+    layout: Layout  # The parameters
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         def at(delta: Tensor) -> Tensor:

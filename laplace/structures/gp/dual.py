@@ -45,11 +45,7 @@ POSITIONS = (
 
 
 def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
-
-    Raises:
-        UnsupportedError: Outputs with positions.
-    """
+    """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`."""
     for jacobian, f in engine.jacobian(x, create_graph=create_graph):
         require_none(jacobian.positions, *POSITIONS)
         yield jacobian, f
@@ -58,12 +54,7 @@ def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False)
 def observed(
     engine: CurvatureEngine, x: Inputs, y: Tensor, least: torch.dtype = torch.float32
 ) -> Iterator[tuple[Jacobian, Tensor, Tensor]]:
-    """Jacobians, outputs `[b, C]` as constants in at least this precision, and checked targets of parts of a batch.
-
-    Raises:
-        InvalidData: Outputs or targets that cannot be used.
-        UnsupportedError: Outputs with positions.
-    """
+    """Jacobians, outputs `[b, C]` as constants in at least this precision, and checked targets of parts of a batch."""
     start = 0
     for jacobian, f in jacobians(engine, x):
         f = f.detach().to(torch.promote_types(f.dtype, least))
@@ -72,14 +63,10 @@ def observed(
 
 
 class ObservingPass(DataPass):
-    """A reading that sums the loss of the data that it looks at: others, which choose data, do not know it.
-
-    Args:
-        engine: Computes Jacobians.
-    """
+    """A reading that sums the loss of the data that it looks at: others, which choose data, do not know it."""
 
     def __init__(self, engine: CurvatureEngine) -> None:
-        self.engine = engine
+        self.engine = engine  # Computes Jacobians
         self.losses: Tensor | None = None
         self.n_outputs = 0
 
@@ -107,22 +94,13 @@ _DOUBLE = 8
 
 
 class Span(ABC):
-    """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior.
+    """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior."""
 
-    Attributes:
-        parts: Jacobians of consecutive data.
-    """
-
-    parts: tuple[Jacobian, ...]
+    parts: tuple[Jacobian, ...]  # Jacobians of consecutive data
 
     @abstractmethod
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
-        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in both arguments.
-
-        Args:
-            weights: w of every output, `[C]`, or of all, `[1]`.
-            scales: Prior variance of every tensor.
-        """
+        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in w (`[C]`, or `[1]` for all outputs) and D⁻¹ per tensor."""
 
     @abstractmethod
     def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -150,15 +128,10 @@ class Span(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Dual(Span):
-    """Kept Jacobians and roots of the output Hessians of M data.
+    """Kept Jacobians and roots of the output Hessians of M data."""
 
-    Attributes:
-        parts: Jacobians of consecutive data, with C cotangents.
-        roots: S of every datum, Λ = S Sᵀ, `[M, C, K]`.
-    """
-
-    parts: tuple[Jacobian, ...]
-    roots: Tensor
+    parts: tuple[Jacobian, ...]  # Jacobians of consecutive data, with C cotangents
+    roots: Tensor  # S of every datum, Λ = S Sᵀ, `[M, C, K]`
 
     def output(self, c: int) -> Dual:
         """One output by itself: its Jacobian, and the diagonal entry of Λ."""
@@ -205,21 +178,13 @@ class Dual(Span):
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """An orthonormal basis of what the data span.
+    """An orthonormal basis of what the data span."""
 
-    Attributes:
-        parts: The Jacobians of the data.
-        values: λ, `[r]`, float64.
-        vectors: U, `[R, r]`.
-        dual: S U λ^(−½), `[M·C, r]`: V = K*M `dual`.
-        scales: Prior variance of every tensor in the kernel, or None for ones.
-    """
-
-    parts: tuple[Jacobian, ...]
-    values: Tensor
-    vectors: Tensor
-    dual: Tensor
-    scales: Scales
+    parts: tuple[Jacobian, ...]  # The Jacobians of the data
+    values: Tensor  # λ, `[r]`, float64
+    vectors: Tensor  # U, `[R, r]`
+    dual: Tensor  # S U λ^(−½), `[M·C, r]`: V = K*M `dual`
+    scales: Scales  # Prior variance of every tensor in the kernel, or None for ones
 
     def coordinates(self, jacobian: Jacobian) -> Tensor:
         """V, `[B, C, r]`, by rows of K*M that fit a chunk."""
@@ -257,17 +222,11 @@ def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """A prior covariance, split into what the data span and the rest.
+    """A prior covariance, split into what the data span and the rest."""
 
-    Attributes:
-        inside: V, `[..., n, r]`.
-        outside: K** − V Vᵀ, `[..., n, n]`, or its diagonals `[..., n]`.
-        values: λ, `[r]`.
-    """
-
-    inside: Tensor
-    outside: Tensor
-    values: Tensor
+    inside: Tensor  # V, `[..., n, r]`
+    outside: Tensor  # K** − V Vᵀ, `[..., n, n]`, or its diagonals `[..., n]`
+    values: Tensor  # λ, `[r]`
 
     def at(self, weight: Tensor, prior: Tensor) -> Tensor:
         """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
@@ -279,11 +238,7 @@ class Projected:
 
 
 def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:
-    """The Jacobian of every output by itself, of Gaussian processes of their own.
-
-    Raises:
-        UnsupportedError: It is of chosen outputs.
-    """
+    """The Jacobian of every output by itself, of Gaussian processes of their own."""
     if jacobian.outputs is not None:
         raise UnsupportedError(
             "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for all "

@@ -42,21 +42,13 @@ def features(directions: Tensor, jacobian: Jacobian) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NystromPrecision(Precision):
-    """P = V (Σ_e w_e G_e) Vᵀ + δ: its determinant and quadratic form are of all weights, its variance of the span.
+    """P = V (Σ_e w_e G_e) Vᵀ + δ: its determinant and quadratic form are of all weights, its variance of the span."""
 
-    Attributes:
-        directions: Vᵀ, `[k, P]`.
-        gram: G, `[E, k, k]`.
-        unit: Eigenvalues and eigenvectors of the sum of all terms.
-        weights: w, `[E]`.
-        prior: δ.
-    """
-
-    directions: Tensor
-    gram: Tensor
-    unit: tuple[Tensor, Tensor]
-    weights: Tensor
-    prior: GaussianPrior
+    directions: Tensor  # Vᵀ, `[k, P]`
+    gram: Tensor  # G, `[E, k, k]`
+    unit: tuple[Tensor, Tensor]  # Eigenvalues and eigenvectors of the sum of all terms
+    weights: Tensor  # w, `[E]`
+    prior: GaussianPrior  # δ
 
     @cached_property
     def _core(self) -> Tensor:
@@ -109,17 +101,11 @@ class NystromPrecision(Precision):
 
 @dataclass(frozen=True, eq=False)
 class NystromScan(VariancesOverPriors):
-    """Functional variances at many scalar priors.
+    """Functional variances at many scalar priors."""
 
-    Attributes:
-        directions: Vᵀ, `[k, P]`.
-        vectors: Eigenvectors of Σ w G.
-        values: Its eigenvalues.
-    """
-
-    directions: Tensor
-    vectors: Tensor
-    values: Tensor
+    directions: Tensor  # Vᵀ, `[k, P]`
+    vectors: Tensor  # Eigenvectors of Σ w G
+    values: Tensor  # Its eigenvalues
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         inside = features(self.directions, jacobian).permute(1, 2, 0) @ self.vectors
@@ -165,15 +151,11 @@ class NystromOptions:
 
 @dataclass(frozen=True)
 class Watch:
-    """Observer of the second reading.
+    """Observer of the second reading."""
 
-    Attributes:
-        record: Called with the engine, the curvature and the number of data so far, always at the end.
-        every: Batches between calls before that; None for the end alone.
-    """
-
+    # Called with the engine, the curvature and the number of data so far, always at the end
     record: Callable[[CurvatureEngine, NystromCurvature, int], None]
-    every: int | None = None
+    every: int | None = None  # Batches between calls before that; None for the end alone
 
     def is_due(self, n_batches: int) -> bool:
         """True if a call follows this many batches, before the end."""
@@ -182,15 +164,10 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class NystromCurvature(Curvature):
-    """G in the span of V; outside of it there is neither curvature nor variance.
+    """G in the span of V; outside of it there is neither curvature nor variance."""
 
-    Attributes:
-        directions: Vᵀ, orthonormal rows, `[k, P]`.
-        gram: G, `[E, k, k]`, float64.
-    """
-
-    directions: Tensor
-    gram: Tensor
+    directions: Tensor  # Vᵀ, orthonormal rows, `[k, P]`
+    gram: Tensor  # G, `[E, k, k]`, float64
     name = "gp"
     holds_every_input = False
     exact_ggn = True
@@ -253,18 +230,12 @@ class NystromCurvature(Curvature):
 
 
 class DirectionPass(DataPass):
-    """First reading: picks M data, and finds the directions that one output of each span.
-
-    Args:
-        engine: Computes Jacobians.
-        options: How many.
-        watch: Observer of the second reading, or None.
-    """
+    """First reading: picks M data, and finds the directions that one output of each span."""
 
     def __init__(self, engine: CurvatureEngine, options: NystromOptions, watch: Watch | None = None) -> None:
-        self.engine = engine
-        self.options = options
-        self.watch = watch
+        self.engine = engine  # Computes Jacobians
+        self.options = options  # How many
+        self.watch = watch  # Observer of the second reading, or None
         score = make_score("random", engine, torch.Generator().manual_seed(options.seed))
         self.pool = Pool(options.subsample_size, score, balanced=options.balanced)
 
@@ -291,11 +262,7 @@ class DirectionPass(DataPass):
 
 
 def _directions(parts: list[Jacobian], count: int) -> Tensor:
-    """The `count` leading directions of rows of J, `[k, P]`, orthonormal.
-
-    Raises:
-        InvalidArgument: The rows span fewer.
-    """
+    """The `count` leading directions of rows of J, `[k, P]`, orthonormal."""
     gram = torch.cat([torch.cat([kernel(a, b)[:, 0, :, 0] for b in parts], 1) for a in parts])
     values, vectors = algebra.eigh(0.5 * (gram + gram.T))
     size = max(len(gram), sum(block.size for block in parts[0].blocks))
@@ -312,18 +279,12 @@ def _directions(parts: list[Jacobian], count: int) -> Tensor:
 
 
 class GramPass(ObservingPass):
-    """Second reading: sums G over all data.
-
-    Args:
-        engine: Computes Jacobians.
-        directions: Vᵀ, `[k, P]`.
-        watch: Observer of this reading, or None.
-    """
+    """Second reading: sums G over all data."""
 
     def __init__(self, engine: CurvatureEngine, directions: Tensor, watch: Watch | None) -> None:
         super().__init__(engine)
-        self.directions = directions
-        self.watch = watch
+        self.directions = directions  # Vᵀ, `[k, P]`
+        self.watch = watch  # Observer of this reading, or None
         self.batches = self.seen = 0
         self.gram: Tensor | None = None
 

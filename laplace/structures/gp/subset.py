@@ -54,19 +54,12 @@ Score = Callable[[Inputs, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some data of one batch.
+    """Some data of one batch."""
 
-    Attributes:
-        x: Inputs of n data.
-        y: Targets.
-        scores: `[n]`, float64.
-        batches: Numbers of the batches that they are from, for messages.
-    """
-
-    x: Inputs
-    y: Tensor
-    scores: Tensor
-    batches: tuple[int, ...]
+    x: Inputs  # Inputs of n data
+    y: Tensor  # Targets
+    scores: Tensor  # `[n]`, float64
+    batches: tuple[int, ...]  # Numbers of the batches that they are from, for messages
 
     def __len__(self) -> int:
         return len(self.y)
@@ -80,16 +73,12 @@ class Pool:
     """The M data with the largest scores of all that were read, in the order in which they came.
 
     With random scores this is a sample without replacement, however many data there are, read once.
-
-    Args:
-        size: M.
-        score: The scores of a batch.
-        balanced: Whether class labels take turns: first the best datum of every class, then the second.
     """
 
     def __init__(self, size: int, score: Score, *, balanced: bool = False) -> None:
-        self.size = size
-        self.score = score
+        self.size = size  # M
+        self.score = score  # The scores of a batch
+        # Whether class labels take turns: first the best datum of every class, then the second
         self.balanced = balanced
         self.seen = 0
         self._read = 0
@@ -121,11 +110,7 @@ class Pool:
         self._rows = [rows for rows in best if len(rows)]
 
     def chunks(self) -> Iterator[Rows]:
-        """The data, in pieces no longer than the longest batch.
-
-        Raises:
-            InvalidData: Fewer data were read than are to be kept.
-        """
+        """The data, in pieces no longer than the longest batch."""
         if self.seen < self.size:
             raise InvalidData(
                 f"{self.size} data are to be kept, but the loader gave only {self.seen}; give a smaller "
@@ -171,18 +156,7 @@ def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
 
 
 def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generator) -> Score:
-    """A score by its name.
-
-    Args:
-        selection: `"random"`; `"top"`: tr Λ_n, the criterion of Pan et al. (2020, "Continual deep learning by
-            functional regularisation of memorable past"), which takes a forward pass of all data; `"leverage"`:
-            tr(Λ_n J_n J_nᵀ), which takes their Jacobians.
-        engine: Knows the network.
-        generator: Source of random scores.
-
-    Raises:
-        InvalidArgument: Another name, or a criterion that is the same for all data.
-    """
+    """A score by its name."""
     if selection == "random":
         return lambda x, y: uniform((len(y),), y, generator)
     if selection == "top":
@@ -218,19 +192,12 @@ def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DualPrecision(Precision):
-    """P = w Σ_m J_mᵀ Λ_m J_m + D, where D is one precision, or one per tensor.
+    """P = w Σ_m J_mᵀ Λ_m J_m + D, where D is one precision, or one per tensor."""
 
-    Attributes:
-        duals: The data: of all outputs together, or of every output by itself.
-        weights: w, `[1]`, or `[C]` of every output.
-        prior: D.
-        dtype: Of what is returned.
-    """
-
-    duals: tuple[Span, ...]
-    weights: Tensor
-    prior: GaussianPrior
-    dtype: torch.dtype
+    duals: tuple[Span, ...]  # The data: of all outputs together, or of every output by itself
+    weights: Tensor  # w, `[1]`, or `[C]` of every output
+    prior: GaussianPrior  # D
+    dtype: torch.dtype  # Of what is returned
 
     @property
     def is_scalar(self) -> bool:
@@ -410,21 +377,13 @@ class IndependentPrecision(DualPrecision):
 
 @dataclass(frozen=True, eq=False)
 class DualScan(VariancesOverPriors):
-    """Functional variances at many scalar priors: kernels and coordinates once.
+    """Functional variances at many scalar priors: kernels and coordinates once."""
 
-    Attributes:
-        bases: Of all outputs together, or of every output by itself.
-        weight: W, 0-dim, in the units of the bases.
-        factor: What the prior precision is multiplied with.
-        dtype: Of what is returned.
-        together: Whether there is one basis, of all outputs.
-    """
-
-    bases: tuple[Basis, ...]
-    weight: Tensor
-    factor: float
-    dtype: torch.dtype
-    together: bool
+    bases: tuple[Basis, ...]  # Of all outputs together, or of every output by itself
+    weight: Tensor  # W, 0-dim, in the units of the bases
+    factor: float  # What the prior precision is multiplied with
+    dtype: torch.dtype  # Of what is returned
+    together: bool  # Whether there is one basis, of all outputs
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         if self.together:
@@ -482,21 +441,13 @@ class SubsetOptions:
 
 @dataclass(frozen=True)
 class SubsetCurvature(Curvature):
-    """The unit curvature Σ_m J_mᵀ Λ_m J_m of M out of N data, never multiplied out.
+    """The unit curvature Σ_m J_mᵀ Λ_m J_m of M out of N data, never multiplied out."""
 
-    Attributes:
-        dual: Jacobians and roots of Λ.
-        n_seen: N.
-        independent: Whether every output is by itself.
-        factor: What the prior precision is multiplied with, or None for N/M.
-        terms: 1, or C with one noise per output.
-    """
-
-    dual: Dual
-    n_seen: float
-    independent: bool
-    factor: float | None
-    terms: int
+    dual: Dual  # Jacobians and roots of Λ
+    n_seen: float  # N
+    independent: bool  # Whether every output is by itself
+    factor: float | None  # What the prior precision is multiplied with, or None for N/M
+    terms: int  # 1, or C with one noise per output
     name = "gp"
     exact_ggn = True
     weighs_data = False
@@ -612,34 +563,20 @@ class SubsetCurvature(Curvature):
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """The data that a reading has picked.
+    """The data that a reading has picked."""
 
-    Attributes:
-        curvature: Their curvature.
-        f: Outputs of the network, `[M, C]`.
-        y: Checked targets.
-    """
-
-    curvature: SubsetCurvature
-    f: Tensor
-    y: Tensor
+    curvature: SubsetCurvature  # Their curvature
+    f: Tensor  # Outputs of the network, `[M, C]`
+    y: Tensor  # Checked targets
 
 
 class SubsetPass(ObservingPass):
-    """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
-
-    Args:
-        engine: Computes Jacobians.
-        options: How the subset is chosen.
-
-    Attributes:
-        found: The data, with what the network says of them; None before the end.
-    """
+    """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end."""
 
     def __init__(self, engine: CurvatureEngine, options: SubsetOptions) -> None:
         super().__init__(engine)
-        self.options = options
-        self.found: Subset | None = None
+        self.options = options  # How the subset is chosen
+        self.found: Subset | None = None  # The data, with what the network says of them; None before the end
         # The numbers that decide do not depend on the device.
         generator = torch.Generator().manual_seed(options.seed)
         self.pool = Pool(options.n_subset, make_score(options.selection, engine, generator))
@@ -663,9 +600,6 @@ class SubsetPass(ObservingPass):
         """Jacobians, roots of Λ, outputs and targets of consecutive data.
 
         The loss is that of the subset, the number that of all data.
-
-        Raises:
-            InvalidData: A target or an output cannot be used.
         """
         with named(f"the subset, of batches {sorted(set(rows.batches))}"):
             for jacobian, f, targets in self.observed(rows.x, rows.y):
