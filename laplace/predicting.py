@@ -22,7 +22,7 @@ from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames, PredictOptions
 from laplace.predictive.predict import PosteriorPredictor, Predictor, is_loader
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.structures.draws import drawn
+from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison

@@ -33,10 +33,9 @@ from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
 from laplace.network.watch import Fingerprint, ModelWatch, Witness
 from laplace.posterior.calibration import Calibration
-from laplace.structures.algebra import SignedOptions
-from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.base import Curvature, Precision, SignedOptions, move
 from laplace.structures.by_hand import ByHand
-from laplace.structures.draws import drawn
+from laplace.structures.precision import drawn
 from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem

@@ -37,8 +37,8 @@ from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
-from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass
+from laplace.structures import linalg
+from laplace.structures.base import Curvature, DataPass, other_structure
 from laplace.structures.by_hand import AnyByHand
 from laplace.structures.precision import Form, Precision
 from laplace.structures.users_precision import FixedRootPrecision
@@ -330,10 +330,10 @@ def precision_of_moment(la: Any, name: str) -> Precision:
         return FixedRootPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
         return FixedRootPrecision(require_positive(la, name, value).rsqrt())
-    factor = algebra.cholesky(0.5 * widened(value + value.T).flip(0, 1))
+    factor = linalg.cholesky(0.5 * widened(value + value.T).flip(0, 1))
     if factor is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
-    return FixedRootPrecision(algebra.covariance_factor(factor).to(value.dtype))
+    return FixedRootPrecision(linalg.covariance_factor(factor).to(value.dtype))
 
 
 def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed) -> Precision | None:
@@ -454,7 +454,7 @@ class NoStructure(Curvature):
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> NoStructure:
         if not isinstance(removed, NoStructure):
-            raise algebra.other_structure(self.name, removed.name)
+            raise other_structure(self.name, removed.name)
         return NoStructure(self.values - removed.values)
 
     @property

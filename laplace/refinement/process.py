@@ -24,7 +24,7 @@ from laplace.fitting import Fit, ReadOptions
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
-from laplace.structures import algebra
+from laplace.structures import linalg
 from laplace.structures.gp.dual import Dual, moved_by, pulled
 from laplace.structures.gp.subset import Subset, SubsetPass
 
@@ -47,7 +47,7 @@ class Features:
         """The features of K `[M, C′, M, C′]`, without directions that are zero but for rounding."""
         m, c = kernel.shape[:2]
         matrix = widened(kernel).reshape(m * c, m * c)
-        values, vectors = algebra.eigh(0.5 * (matrix + matrix.T))
+        values, vectors = linalg.eigh(0.5 * (matrix + matrix.T))
         nonzero = values > len(values) * torch.finfo(values.dtype).eps * values.amax().clamp(min=0)
         roots, vectors = values[nonzero].sqrt(), vectors[:, nonzero]
         return cls((vectors * roots).view(m, c, -1), (vectors / roots).view(m, c, -1))

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "laplace.structures.additive": "AdditiveCurvature",
-        "laplace.structures.base": "Curvature",
+        "laplace.structures.base": "AdditiveCurvature Curvature",
         "laplace.structures.block": "BlockCurvature",
         "laplace.structures.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
         "laplace.structures.diag": "DiagCurvature",

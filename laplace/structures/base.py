@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,20 +15,20 @@ from torch import Tensor
 from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.structures import fields
 from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
 from laplace.structures.fields import move
-from laplace.structures.precision import Precision
-from laplace.structures.separation import Separation
-from laplace.structures.variances_over_priors import OneByOne, VariancesOverPriors
+from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
 
 C = TypeVar("C", bound="Curvature")
+S = TypeVar("S")
 
 
 class DataPass(ABC):
@@ -369,3 +370,249 @@ def require_finite(finite: Tensor | bool) -> None:
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
         ),
     )
+
+
+# Curvature that is a sum over batches, in one reading of the data.
+
+
+A = TypeVar("A", bound="AdditiveCurvature")
+
+
+class AdditiveCurvature(Curvature):
+    """Curvature whose batches simply add up, in one reading of the data; the tensors of its fields are sums.
+
+    Attributes:
+        matrix_dims: Number of dimensions from which on tensors of its state are symmetric matrices `[..., n, n]`; None
+            where none of them is.
+    """
+
+    matrix_dims: int | None = None
+
+    @classmethod
+    @abstractmethod
+    def from_batch(cls: type[A], engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
+        """Curvature of one batch, by the engine's primitive of this structure."""
+
+    def with_batch(self: A, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
+        """Curvature of the batches so far and one more; the memory of this one may be reused."""
+        summary, new = self.from_batch(engine, x, y)
+        return summary, self + new
+
+    def kept(self: A, *, additive: bool = False) -> A:
+        """The sum as it is kept after the last batch, without what only further batches need.
+
+        Args:
+            additive: Its tensors shall add up over shards, entry by entry.
+        """
+        del additive  # the tensors of most sums are what batches are added to
+        return self
+
+    def is_finite(self) -> Tensor | bool:
+        """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
+        return fields.is_finite(self)
+
+    @classmethod
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        return _SumPass(cls, engine)
+
+
+class _SumPass(DataPass):
+    """Adds up batches."""
+
+    def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:
+        self.structure = structure
+        self.engine = engine
+        self.total: AdditiveCurvature | None = None
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        add = self.structure.from_batch if self.total is None else self.total.with_batch
+        summary, total = add(self.engine, x, y)
+        require_finite(torch.as_tensor(total.is_finite()))  # structures of users give a bool
+        self.total = total
+        return summary
+
+    def sums(self) -> dict[str, Tensor]:
+        # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
+        self.total = self._read().kept(additive=True)
+        return dict(fields.named_tensors(self.total.state()))
+
+    def is_symmetric(self, tensor: Tensor) -> bool:
+        least = self.structure.matrix_dims
+        return least is not None and tensor.ndim >= least
+
+    def form(self) -> Any:
+        return fields.form_of(self._read().kept(additive=True).state())
+
+    def make_room(self, form: Any) -> None:
+        zeros = self.structure.from_state(fields.zeros_of(form, self.engine.problem.device))
+        self.total = zeros if self.total is None else self.total.kept(additive=True) + zeros
+
+    def state(self) -> dict[str, Any]:
+        return {"total": fields.state_of(self.total)}  # by its fields: `Curvature.state` is of a sum that is complete
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        total = state["total"]
+        self.total = None if total is None else fields.from_state(self.structure, total)
+        return self
+
+    def finish(self) -> AdditiveCurvature:
+        return self._read().kept()
+
+    def _read(self) -> AdditiveCurvature:
+        if self.total is None:
+            raise InvalidData("no batch was read.")
+        return self.total
+
+
+# Ways to take apart a curvature without entries between tensors, and to put it together again.
+
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+class Separation(ABC, Generic[C]):
+    """Parts of a curvature whose precision is block-diagonal: log determinants and variances are sums over them."""
+
+    @abstractmethod
+    def units(self, curvature: C, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Tensors that have a block, or sums, in common, by their indices: they are not taken apart.
+
+        Args:
+            curvature: That of all tensors.
+            layout: All tensors.
+        """
+
+    @abstractmethod
+    def part(self, curvature: C, tensors: Sequence[int], layout: Layout) -> C:
+        """The curvature of some tensors alone, which keeps no memory of the others.
+
+        Args:
+            curvature: That of all tensors.
+            tensors: Indices of the tensors of one or more units, ascending.
+            layout: All tensors.
+        """
+
+    @abstractmethod
+    def joined(self, parts: Mapping[tuple[int, ...], C], layout: Layout) -> C:
+        """The curvature of all tensors.
+
+        Args:
+            parts: Parts by the indices of their tensors.
+            layout: All tensors.
+        """
+
+
+def first(parts: Mapping[tuple[int, ...], T]) -> T:
+    """A part, of which the whole is made: also that of a user's class, with what else it has."""
+    return next(iter(parts.values()))
+
+
+def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
+    """Tensors that are linked by keys that they have in common, directly or by way of others."""
+    groups: list[tuple[set[int], set[str]]] = []
+    for i, own in enumerate(keys):
+        known = set(own)
+        met = [group for group in groups if not known.isdisjoint(group[1])]
+        groups = [group for group in groups if known.isdisjoint(group[1])]
+        groups.append(({i}.union(*(tensors for tensors, _ in met)), known.union(*(theirs for _, theirs in met))))
+    return tuple(sorted(tuple(sorted(members)) for members, _ in groups))
+
+
+def in_order(parts: Mapping[tuple[int, ...], Sequence[T]]) -> tuple[T, ...]:
+    """Entries of parts, one for every tensor, in the order of the tensors."""
+    placed = {i: one for tensors, some in parts.items() for i, one in zip(tensors, some, strict=True)}
+    return tuple(placed[i] for i in range(len(placed)))
+
+
+# Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.
+#
+# P = s·H + δ must be positive definite, H need not be. At weights that are no minimum the exact Hessian has negative
+# eigenvalues; a prior that exceeds them gives a proper posterior all the same.
+
+
+MODES = ("error", "clamp", "abs")
+
+
+@dataclass(frozen=True)
+class SignedOptions:
+    """Options of structures that can hold an indefinite curvature.
+
+    Attributes:
+        indefinite: What is done about negative eigenvalues of the exact Hessian: `"error"` refuses a posterior whose
+            precision is not positive definite, `"clamp"` replaces them by zero, `"abs"` by their absolute value
+            (Dauphin et al., 2014). With terms of several noises each term's eigenvalues are meant. Not read with
+            positive semi-definite curvature (GGN, empirical Fisher).
+
+    Raises:
+        InvalidArgument: Another word.
+    """
+
+    indefinite: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.indefinite not in MODES:
+            raise InvalidArgument(f"indefinite={self.indefinite!r}; accepted are {', '.join(map(repr, MODES))}.")
+
+
+def nonnegative(values: Tensor, mode: str) -> Tensor:
+    """Eigenvalues `[..., n]` without negative ones, by `"clamp"` or `"abs"`."""
+    return values.clamp(min=0) if mode == "clamp" else values.abs()
+
+
+def other_structure(mine: str, theirs: str) -> CurvatureError:
+    """The error of curvatures that cannot meet."""
+    return CurvatureError(f"curvature of structure {theirs!r} cannot be subtracted from one of structure {mine!r}.")
+
+
+# What takes long and depends on more than the curvature: ratios of weights, or what is done about negative eigenvalues.
+
+
+K = TypeVar("K")
+
+
+def keeps_last(method: Callable[[S, K], T]) -> Callable[[S, K], T]:
+    """A method of one argument, a key of `Recent`, whose last value is kept with the object."""
+    name = f"_last_{method.__name__}"
+
+    @wraps(method)
+    def value(self: S, key: K) -> T:
+        recent: Recent[T] = vars(self).setdefault(name, Recent())  # also of a frozen dataclass
+        return recent(key, lambda: method(self, key))
+
+    return value
+
+
+class Recent(Generic[T]):
+    """Keeps what was computed last, with what it was computed from.
+
+    A frozen curvature has one for everything that takes long and depends on more than the curvature: the ratios of the
+    weights of its terms, or what is done about negative eigenvalues.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, T] | None = None
+
+    @property
+    def value(self) -> T | None:
+        """The value that was computed last; None before."""
+        return None if self._last is None else self._last[1]
+
+    def __call__(self, key: Any, compute: Callable[[], T]) -> T:
+        """The value of a key, computed unless it is the last one's."""
+        if isinstance(key, Tensor) and key.requires_grad and torch.is_grad_enabled():
+            return compute()
+        last = self._last
+        if last is not None and _equal(last[0], key):
+            return last[1]
+        self._last = last = None  # two factorisations would be held at once
+        with kept_for_later():
+            value = compute()
+            self._last = key.detach().clone() if isinstance(key, Tensor) else key, value
+        return value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

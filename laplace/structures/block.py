@@ -19,15 +19,22 @@ from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import BlockSink
 from laplace.errors import InvalidArgument
 from laplace.jacobian.full_sum import MatrixSum
-from laplace.structures import algebra
-from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Recent, SignedOptions, nonnegative
-from laplace.structures.base import Curvature
+from laplace.structures import linalg
+from laplace.structures.base import (
+    AdditiveCurvature,
+    Curvature,
+    Recent,
+    Separation,
+    SignedOptions,
+    first,
+    keeps_last,
+    nonnegative,
+    other_structure,
+)
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.kron import KronPrecision, spectral_scan
-from laplace.structures.separation import Separation, first
+from laplace.structures.precision import SpectralScan
 from laplace.structures.spectra import BlockSpectrum, Spectra, dense_spectrum
-from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -143,25 +150,22 @@ class BlockCurvature(AdditiveCurvature):
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
-            raise algebra.other_structure(self.name, removed.name)
+            raise other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return _of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
+        return _of((linalg.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)
 
     def _indefinite(self, mode: str | None) -> BlockCurvature:
         """The blocks with what is done about negative eigenvalues; None where there can be none."""
-        return self if mode is None else self._recent_mode(mode, lambda: self._mended(mode))
+        return self if mode is None else self._mended(mode)
 
-    @cached_property
-    def _recent_mode(self) -> Recent[BlockCurvature]:
-        return Recent()
-
+    @keeps_last
     def _mended(self, mode: str) -> BlockCurvature:
         if mode == "error":
             return replace(self, signed=True)
-        pairs = [algebra.eigh(block, signed=True) for block in self.values]
+        pairs = [linalg.eigh(block, signed=True) for block in self.values]
         blocks = [(u * nonnegative(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
         return _of((block.to(self.values[0]) for block in blocks), self.groups)
 
@@ -171,24 +175,15 @@ class BlockCurvature(AdditiveCurvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
-        blocks = self._blocks(None if self.n_terms == 1 else weights / weights.mean())
-
-        def spectra() -> Spectra:
-            return Spectra(blocks, weights.dtype, self.groups, signed=self.signed)
-
-        return self._recent((weights.dtype, *map(id, blocks)), spectra)
+        blocks = self._decomposed(None if self.n_terms == 1 else weights / weights.mean())
+        key = weights.dtype, *map(id, blocks)
+        return self._recent(key, lambda: Spectra(blocks, weights.dtype, self.groups, signed=self.signed))
 
     @cached_property
     def _recent(self) -> Recent[Spectra]:
         return Recent()
 
-    def _blocks(self, ratios: Tensor | None) -> tuple[BlockSpectrum, ...]:
-        return self._recent_blocks(ratios, lambda: self._decomposed(ratios))
-
-    @cached_property
-    def _recent_blocks(self) -> Recent[tuple[BlockSpectrum, ...]]:
-        return Recent()
-
+    @keeps_last
     def _decomposed(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
         terms = (widened(block) for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(widened(weights), t, 1) for t in terms)

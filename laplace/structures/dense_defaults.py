@@ -21,14 +21,11 @@ from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import algebra, fields
-from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import SignedOptions
-from laplace.structures.base import Curvature
+from laplace.structures import fields, linalg
+from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, other_structure
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature, FullPrecision
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 D = TypeVar("D", bound="DenseDefaults")
 
@@ -110,10 +107,10 @@ class DenseDefaults(Curvature):
     def minus(self: D, removed: Curvature, *, signed: bool = False) -> D:
         """The sum with the negative of what is removed, where that is the difference of the matrices."""
         if not isinstance(removed, DenseDefaults) or type(removed) is not type(self):
-            raise algebra.other_structure(self.name, removed.name)
+            raise other_structure(self.name, removed.name)
         matrix, other = self.to_dense(), removed.to_dense()
         self.require_dense("minus", matrix.shape[-1])
-        algebra.remaining_matrix(matrix, other, signed=signed)  # refuses a difference that is indefinite
+        linalg.remaining_matrix(matrix, other, signed=signed)  # refuses a difference that is indefinite
         result = self + fields.mapped(removed, lambda tensor: -tensor)
         self._check_linear("minus", result.to_dense() - (matrix - other), matrix)
         return result

@@ -17,16 +17,21 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import algebra
-from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import SignedOptions, nonnegative, require_positive
-from laplace.structures.base import Curvature
+from laplace.structures import linalg
+from laplace.structures.base import (
+    AdditiveCurvature,
+    Curvature,
+    Recent,
+    Separation,
+    SignedOptions,
+    first,
+    nonnegative,
+    other_structure,
+)
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
-from laplace.structures.precision import Form, Precision, weighted
-from laplace.structures.separation import Separation, first
-from laplace.structures.variances_over_priors import SpectralScan
+from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
 
 ENTRY = "entry"
 """What the eigenvalues of a diagonal matrix are called in messages."""
@@ -44,7 +49,7 @@ class DiagPrecision(Precision):
 
     @property
     def _scale(self) -> Tensor:
-        return algebra.mean_weight(self.weights)
+        return mean_weight(self.weights)
 
     @cached_property
     def diagonal(self) -> Tensor:
@@ -168,8 +173,8 @@ class DiagCurvature(AdditiveCurvature):
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> DiagCurvature:
         if not isinstance(removed, DiagCurvature):
-            raise algebra.other_structure(self.name, removed.name)
-        return DiagCurvature(algebra.remaining_entries(self.values, removed.values, signed=signed))
+            raise other_structure(self.name, removed.name)
+        return DiagCurvature(linalg.remaining_entries(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")
@@ -179,8 +184,8 @@ class DiagCurvature(AdditiveCurvature):
         return DiagPrecision(self._weighted(weights, mode), weights, prior, signed=mode == "error", pairs=pairs)
 
     @cached_property
-    def _pairs(self) -> algebra.Recent[Pairs]:
-        return algebra.Recent()
+    def _pairs(self) -> Recent[Pairs]:
+        return Recent()
 
     def _weighted(self, weights: Tensor | None, mode: str | None) -> Tensor:
         """The diagonal of terms whose weights are divided by their mean, `[P]`; of one term without any."""

@@ -28,14 +28,21 @@ from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import fields
-from laplace.structures.algebra import Recent
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import (
+    Curvature,
+    DataPass,
+    Separation,
+    first,
+    in_order,
+    keeps_last,
+    require_finite,
+    those_known,
+)
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, KronSeparation, spectral_scan
-from laplace.structures.separation import Separation, first, in_order
+from laplace.structures.precision import SpectralScan
 from laplace.structures.spectra import BlockSpectrum, Spectra, diag_spectrum, values_at
-from laplace.structures.variances_over_priors import SpectralScan
 
 # Corrected eigenvalues: the diagonal of the curvature in a basis, which a reading of its own sums up.
 #
@@ -181,12 +188,9 @@ class EkfacCurvature(Curvature):
     def spectra(self, weights: Tensor) -> Spectra:
         """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
         ratios = torch.ones_like(self.corrected[:, 0]) if self.n_terms == 1 else weights / weights.mean()
-        return self._recent(ratios, lambda: self._spectra(ratios))
+        return self._spectra(ratios)
 
-    @cached_property
-    def _recent(self) -> Recent[Spectra]:
-        return Recent()
-
+    @keeps_last
     def _spectra(self, weights: Tensor) -> Spectra:
         values = (widened(weights) @ widened(self.corrected)).clamp(min=0)
         exact = iter(() if self._exact is None else self._exact.spectra(weights))

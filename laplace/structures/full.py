@@ -25,14 +25,19 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import algebra
-from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Recent, SignedOptions, nonnegative, require_positive
-from laplace.structures.base import Curvature
+from laplace.structures import linalg
+from laplace.structures.base import (
+    AdditiveCurvature,
+    Curvature,
+    Recent,
+    SignedOptions,
+    keeps_last,
+    nonnegative,
+    other_structure,
+)
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import SpectralScan
+from laplace.structures.precision import Form, Precision, SpectralScan, require_positive
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
 
@@ -138,37 +143,34 @@ class FullCurvature(AdditiveCurvature):
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
-            raise algebra.other_structure(self.name, removed.name)
-        return FullCurvature.of(algebra.remaining_matrix(self.values, removed.values, signed=signed))
+            raise other_structure(self.name, removed.name)
+        return FullCurvature.of(linalg.remaining_matrix(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
 
     def indefinite(self, mode: str | None) -> FullCurvature:
         """The curvature with what is done about negative eigenvalues; None where there can be none."""
-        return self if mode is None else self._recent(mode, lambda: self._mended(mode))
+        return self if mode is None else self._mended(mode)
 
-    @cached_property
-    def _recent(self) -> Recent[FullCurvature]:
-        return Recent()
-
+    @keeps_last
     def _mended(self, mode: str) -> FullCurvature:
         if mode == "error":
             return replace(self, signed=True)
-        values, vectors = algebra.eigh(self.values, signed=True)
+        values, vectors = linalg.eigh(self.values, signed=True)
         matrix = (vectors * nonnegative(values, mode).unsqueeze(1)) @ vectors.mT
         return FullCurvature.of(matrix.to(self.values))
 
     @cached_property
     def spectrum(self) -> Tensor:
         """Eigenvalues of the single term, float64, rounding removed: all that a scalar prior's evidence needs."""
-        return algebra.eigvalsh(self.values[0], signed=self.signed)
+        return linalg.eigvalsh(self.values[0], signed=self.signed)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         mode = options.get("indefinite")
         signed = mode == "error"
         matrices = self.indefinite(mode).values
-        values, vectors = algebra.eigh(torch.tensordot(weights.to(matrices), matrices, 1), signed=signed)
+        values, vectors = linalg.eigh(torch.tensordot(weights.to(matrices), matrices, 1), signed=signed)
         values, vectors = values.to(weights.dtype), vectors.to(weights.dtype)
 
         def project(jacobian: Jacobian) -> Jacobian:
@@ -243,10 +245,10 @@ class FullPrecision(Precision):
         Samples, log determinants and products with few rows need no more of P⁻¹ than solutions with it. In float64,
         differentiable in w and δ.
         """
-        factor = algebra.cholesky(self._reversed())
+        factor = linalg.cholesky(self._reversed())
         if factor is None:
             projected = self._projected()
-            factor = algebra.cholesky(projected.flip(0, 1))
+            factor = linalg.cholesky(projected.flip(0, 1))
             if factor is None:
                 self._checked(torch.linalg.eigvalsh(projected.detach()))
                 raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
@@ -267,13 +269,13 @@ class FullPrecision(Precision):
         values = self.curvature.values
         curvature = torch.tensordot(widened(self.weights), widened(values), 1)
         if self.curvature.signed:
-            return algebra.significant_part(curvature, values.dtype) + prior
-        return algebra.positive_part(curvature) + prior
+            return linalg.significant_part(curvature, values.dtype) + prior
+        return linalg.positive_part(curvature) + prior
 
     @cached_property
     def root(self) -> Tensor:
         """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in float64, differentiable in w and δ."""
-        return algebra.covariance_factor(self._factor)
+        return linalg.covariance_factor(self._factor)
 
     @property
     def scale(self) -> Tensor:
@@ -283,7 +285,7 @@ class FullPrecision(Precision):
     @property
     def covariance(self) -> Tensor:
         """P⁻¹, `[P, P]`."""
-        return algebra.times_transpose(self.root).to(self._dtype)
+        return linalg.times_transpose(self.root).to(self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -307,9 +309,7 @@ class FullPrecision(Precision):
             rows = self._coloured(jacobian.dense()) if dense else jacobian_product(pairs, jacobian.blocks, self.root)
             return row_gram(rows.flatten(0, 1))
         if pairs is not None:
-            key = (pairs, self._has_graph)
-            paired = self._recent(key, lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
-            return paired.products(jacobian.blocks, diagonal=form == "diagonal")
+            return self._paired((pairs, self._has_graph)).products(jacobian.blocks, diagonal=form == "diagonal")
         coloured = (self._coloured(piece) for piece in jacobian.pieces())
         return torch.cat([rows.square().sum(2) if form == "diagonal" else row_gram(rows) for rows in coloured])
 
@@ -343,6 +343,6 @@ class FullPrecision(Precision):
         rows = piece.flatten(0, 1).to(self._factor).flip(1)
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False).view(piece.shape)
 
-    @cached_property
-    def _recent(self) -> Recent[PairedMatrix]:
-        return Recent()
+    @keeps_last
+    def _paired(self, key: tuple[Pairs, bool]) -> PairedMatrix:
+        return PairedMatrix(key[0], linalg.times_transpose(self.root))

@@ -28,15 +28,21 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import algebra, fields
-from laplace.structures.additive import AdditiveCurvature
-from laplace.structures.algebra import Recent, require_positive
-from laplace.structures.base import Curvature
+from laplace.structures import fields, linalg
+from laplace.structures.base import (
+    AdditiveCurvature,
+    Curvature,
+    Separation,
+    first,
+    in_order,
+    keeps_last,
+    linked,
+    other_structure,
+)
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
-from laplace.structures.powers import power
-from laplace.structures.precision import Form, Precision, weighted
-from laplace.structures.separation import Separation, first, in_order, linked
+from laplace.structures.linalg import power
+from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
 from laplace.structures.spectra import (
     BlockSpectrum,
     FactorEigen,
@@ -52,7 +58,6 @@ from laplace.structures.spectra import (
     values_at,
     without_rows,
 )
-from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
@@ -124,7 +129,7 @@ class KronPrecision(Precision):
     @property
     def _scale(self) -> Tensor:
         """s: the spectra of several terms hold the ratios of their weights to the mean already."""
-        return algebra.mean_weight(self.weights)
+        return mean_weight(self.weights)
 
     def _varies(self, i: int) -> bool:
         """True if the prior varies within a dense block, which then has no fixed eigenbasis."""
@@ -186,16 +191,16 @@ class KronPrecision(Precision):
         if matrix is None:
             return torch.diag(self._values(i))
         if projected and self.spectra.signed:
-            matrix = algebra.significant_part(matrix, self.spectra.dtype)
+            matrix = linalg.significant_part(matrix, self.spectra.dtype)
         elif projected:
-            matrix = algebra.positive_part(matrix)
+            matrix = linalg.positive_part(matrix)
         return widened(self._scale) * matrix + torch.diag(widened(prior).expand(len(matrix)))
 
     def _cholesky(self, i: int) -> Tensor:
         """Cholesky factor of a dense block with a varying prior, in float64."""
-        factor = algebra.cholesky(self._dense_block(i))
+        factor = linalg.cholesky(self._dense_block(i))
         if factor is None:
-            factor = algebra.cholesky(self._dense_block(i, projected=True))
+            factor = linalg.cholesky(self._dense_block(i, projected=True))
         if factor is None:
             for _, values in self._decomposed:
                 self._require_positive(values)
@@ -457,13 +462,13 @@ class KronCurvature(AdditiveCurvature):
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> KronCurvature:
         if not isinstance(removed, KronCurvature):
-            raise algebra.other_structure(self.name, removed.name)
+            raise other_structure(self.name, removed.name)
         mine, theirs = self.parts.dense().factors, removed.parts.dense().factors
         blocks = self.parts.merged(removed.parts)
         factors: dict[str, Tensor] = {}
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
             if key not in factors:
-                remaining = algebra.remaining_matrix if is_matrix else algebra.remaining_entries
+                remaining = linalg.remaining_matrix if is_matrix else linalg.remaining_entries
                 factors[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed)
         return KronCurvature(KronParts(factors, blocks))
 
@@ -486,20 +491,20 @@ class KronCurvature(AdditiveCurvature):
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
         ratios = None if self.n_terms == 1 else weights / weights.mean()
-        return self._recent(ratios, lambda: self._spectra(ratios))
+        return self._spectra(ratios)
 
     @cached_property
     def _unit_spectra(self) -> Spectra:
         """Eigendecomposition of H itself, beside that of terms at the last weights."""
         ones = self.parts.like.new_ones(self.n_terms)
         with kept_for_later():
-            return self.spectra(ones) if self.n_terms == 1 else self._spectra(ones)
+            return self.spectra(ones) if self.n_terms == 1 else self._decomposed(ones)
 
-    @cached_property
-    def _recent(self) -> Recent[Spectra]:
-        return Recent()
-
+    @keeps_last
     def _spectra(self, weights: Tensor | None) -> Spectra:
+        return self._decomposed(weights)
+
+    def _decomposed(self, weights: Tensor | None) -> Spectra:
         sides = self._sides(weights)
         blocks = tuple(self._spectrum(block, weights, sides) for block in self.parts.blocks)
         return Spectra(blocks, self.parts.like.dtype, factored=True)

@@ -16,7 +16,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape, total
-from laplace.structures import algebra
+from laplace.structures import linalg
 
 # Dominant eigenvectors of Kronecker factors known by their products alone (Halko et al., 2011, algorithms 4.1, 5.3).
 #
@@ -102,7 +102,7 @@ class Side:
     def _truncated(cls, basis: Tensor, cores: Tensor, rank: int) -> Side:
         """The eigenvectors of Σ_e M_e with the largest eigenvalues; `cores` in float64."""
         cores = 0.5 * (cores + cores.mT)
-        vectors = algebra.eigh(_without_ties(cores.sum(0), basis.dtype))[1].flip(-1)[..., :rank]  # the largest first
+        vectors = linalg.eigh(_without_ties(cores.sum(0), basis.dtype))[1].flip(-1)[..., :rank]  # the largest first
         return cls(basis @ vectors.to(basis), (vectors.mT @ cores @ vectors).to(basis))
 
 
@@ -114,7 +114,7 @@ def _without_ties(total: Tensor, dtype: torch.dtype) -> Tensor:
     level = total.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     equal = level * torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
     apart = (total - equal).abs().amax((-2, -1), keepdim=True)
-    return torch.where(apart <= algebra.rounding(dtype) * level, equal, total)
+    return torch.where(apart <= linalg.rounding(dtype) * level, equal, total)
 
 
 _BYTES = 8
@@ -332,7 +332,7 @@ def _largest(
 ) -> Columns:
     """The columns with the largest values `[E, G, r_in, r_out]`, with some `rows` of a table, or all of it."""
     totals, dtype = values.sum(0), output.basis.dtype
-    order = _first_of(totals.flatten(), rank, algebra.rounding(dtype))
+    order = _first_of(totals.flatten(), rank, linalg.rounding(dtype))
     floor = totals.max() * torch.finfo(dtype).eps
     order = order[totals.flatten()[order] > floor]  # what is less is rounding
     group, i, j = order // totals[0].numel(), order // totals.shape[2] % totals.shape[1], order % totals.shape[2]

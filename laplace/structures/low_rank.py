@@ -29,12 +29,18 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields, subspace
-from laplace.structures.algebra import Recent, SignedOptions, nonnegative, require_positive
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import (
+    Curvature,
+    DataPass,
+    SignedOptions,
+    keeps_last,
+    nonnegative,
+    require_finite,
+    those_known,
+)
 from laplace.structures.cost import Cost
-from laplace.structures.powers import bilinear, power_slope, whitened_power
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
+from laplace.structures.linalg import bilinear, power_slope, whitened_power
+from laplace.structures.precision import Form, Precision, VariancesOverPriors, one_by_one, require_positive
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
 #
@@ -70,14 +76,11 @@ class Subspace:
 
     def eigenvalues(self, weights: Tensor) -> Tensor:
         """Eigenvalues of the core, `[r]`, with the graph of the weights; without a graph they are kept."""
-        core = self.core(weights)
-        if self.is_diagonal:
-            return core.diagonal()
-        return self._recent_values(weights, lambda: torch.linalg.eigvalsh(core))
+        return self.core(weights).diagonal() if self.is_diagonal else self._eigenvalues(weights)
 
-    @cached_property
-    def _recent_values(self) -> Recent[Tensor]:
-        return Recent()
+    @keeps_last
+    def _eigenvalues(self, weights: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(self.core(weights))
 
     def eigenpairs(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvectors `[P, r]` and eigenvalues `[r]` of Σ_e w_e H_e, in the dtype of the basis."""
@@ -93,13 +96,9 @@ class Subspace:
         delta = widened(prior.precision)
         if not prior.is_constant_per_tensor:
             return _InverseWeightedGram.apply(delta, self.basis)
-        grams = self._recent_grams(prior.layout, lambda: self._grams(prior.layout))
-        return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), grams, 1)
+        return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), self._grams(prior.layout), 1)
 
-    @cached_property
-    def _recent_grams(self) -> Recent[Tensor]:
-        return Recent()
-
+    @keeps_last
     def _grams(self, layout: Layout) -> Tensor:
         """Qᵀ Q of the rows of every tensor, `[n_tensors, r, r]`."""
         return torch.stack([subspace.inner(block, block) for block in layout.split(self.basis)])
@@ -486,15 +485,9 @@ class LowRankCurvature(Curvature):
         mode = options.get("indefinite")
         return LowRankScan(self._subspace(mode), weights.detach(), signed=mode == "error")
 
+    @keeps_last
     def _subspace(self, mode: str | None) -> Subspace:
         """Basis and cores, without negative eigenvalues if so wished; kept, with what it computes for itself."""
-        return self._recent(mode, lambda: self._mended(mode))
-
-    @cached_property
-    def _recent(self) -> Recent[Subspace]:
-        return Recent()
-
-    def _mended(self, mode: str | None) -> Subspace:
         cores = self.cores
         if mode in ("clamp", "abs"):
             values, vectors = torch.linalg.eigh(cores)

@@ -39,9 +39,18 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
-from laplace.structures import algebra, fields, kronecker_eigenvectors
-from laplace.structures.algebra import Recent
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures import fields, kronecker_eigenvectors, linalg
+from laplace.structures.base import (
+    Curvature,
+    DataPass,
+    Separation,
+    first,
+    in_order,
+    keeps_last,
+    linked,
+    require_finite,
+    those_known,
+)
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.ekfac import Correction
@@ -54,10 +63,9 @@ from laplace.structures.kronecker_eigenvectors import (
     corrected_columns_of,
     pair_bytes,
 )
+from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.log_det import Pairs, log_det_ratio
-from laplace.structures.powers import shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.precision import Form, Precision, weighted
-from laplace.structures.separation import Separation, first, in_order, linked
+from laplace.structures.precision import Form, Precision, mean_weight, weighted
 
 # The candidates of eigenvalue-corrected low rank: products of the vectors that are held of both sides of a tensor.
 #
@@ -242,7 +250,7 @@ def _log_det(factor: Tensor) -> Tensor:
 
 def _cholesky(inside: Tensor) -> Tensor:
     """Cholesky factors of K, of K − I `[n, K, K]`."""
-    factor = algebra.cholesky(inside + torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device))
+    factor = linalg.cholesky(inside + torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device))
     if factor is None:
         raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
     return factor
@@ -321,7 +329,7 @@ class _Solved:
     def _shrinking(self, exponent: float) -> Tensor:
         """The matrix g(K) by which the low rank takes from a power, `[K, K]`."""
         core = self.factor @ self.factor.T
-        values, vectors = algebra.eigh(core)
+        values, vectors = linalg.eigh(core)
         eigen = values.clamp(min=1), vectors
         constant = (vectors * shrinkage(eigen[0], exponent)) @ vectors.T
         return constant + shrinkage_slope(core, eigen, exponent) if core.requires_grad else constant
@@ -347,7 +355,7 @@ class LowRankKronPrecision(Precision):
 
     @property
     def _scale(self) -> Tensor:
-        return algebra.mean_weight(self.weights)
+        return mean_weight(self.weights)
 
     @property
     def _rest(self) -> Tensor:
@@ -373,7 +381,7 @@ class LowRankKronPrecision(Precision):
         roots = (widened(self._scale) * part.values).sqrt()
         gram = part.columns.gram(widened(part.scaling).square() * self._inverse(part, delta))
         eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
-        factor = algebra.cholesky(eye + roots.unsqueeze(1) * gram * roots)
+        factor = linalg.cholesky(eye + roots.unsqueeze(1) * gram * roots)
         if factor is None:
             raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
         return factor
@@ -638,12 +646,9 @@ class LowRankKronCurvature(Curvature):
     def parts(self, weights: Tensor) -> tuple[Part, ...]:
         """S, U, Λ and D of every tensor, for weights with a mean of 1: once per fit, unless terms are weighted."""
         ratios = torch.ones_like(self.diagonal[:, 0]) if self.n_terms == 1 else weights / weights.mean()
-        return self._recent(ratios, lambda: self._parts(ratios))
+        return self._parts(ratios)
 
-    @cached_property
-    def _recent(self) -> Recent[tuple[Part, ...]]:
-        return Recent()
-
+    @keeps_last
     def _parts(self, weights: Tensor) -> tuple[Part, ...]:
         sizes = [block.size for block in self.blocks]
         diagonals = (widened(weights) @ widened(self.diagonal)).split(sizes)

@@ -27,16 +27,14 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
-from laplace.structures.algebra import Recent
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, Recent, require_finite, those_known
 from laplace.structures.cost import Cost
 from laplace.structures.fields import entries, from_state, is_finite, state_of
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.kron import KronCurvature
 from laplace.structures.krylov import SolveReport, SolveReports, Tally, TraceLog, signs
 from laplace.structures.low_rank import Subspace
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # Gradients that have no graph of their own, because what they are of was solved for without one.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,10 @@ from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import standard_normal
+from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 
@@ -130,9 +134,111 @@ class Precision(ABC):
         return torch.eye(self.prior.layout.n_params, dtype=like.dtype, device=like.device)
 
 
+def mean_weight(weights: Tensor) -> Tensor:
+    """Mean of the weights of all terms `[E]`, 0-dim; of one term its own."""
+    return weights.mean() if weights.numel() > 1 else weights.view(())
+
+
+def require_positive(values: Tensor, what: str = "eigenvalue") -> Tensor:
+    """The eigenvalues of P, `[n]`, if P is positive definite."""
+    negative = int((values <= 0).sum())
+    if negative:
+        raise CurvatureError(
+            f"the posterior precision s·H + δ has {negative} directions that are not positive (smallest {what} "
+            f"{values.min().item():.3g}) at this prior: the exact Hessian is indefinite here. Give a larger "
+            "prior_precision, train the network to a minimum, pass structure_kwargs={'indefinite': 'clamp'} or "
+            "{'indefinite': 'abs'}, or use backend=NativeGGN."
+        )
+    return values
+
+
 def weighted(block: Block, variances: Tensor, form: Form, *, wide: bool) -> Tensor:
     """J diag(v) Jᵀ of a block for v `[p]`; covariances are summed in float64 if `wide`."""
     if form == "diagonal":
         return block.weighted_norms(variances)
     variances = widened(variances) if wide else variances
     return block.weighted_gram(variances) if form == "full" else row_gram(block.by_output(), variances)
+
+
+# Many scalar priors at once: what does not depend on the prior is computed once, candidates only rescale.
+
+
+class VariancesOverPriors(ABC):
+    """Functional variances of P(δ) for many scalar δ."""
+
+    @abstractmethod
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        """J P(δ)⁻¹ Jᵀ per datum as a function of n priors δ `[n]`, `[n, B, C, C]` or `[n, B, C]`, without gradient.
+
+        Pieces of the Jacobian that are computed when they are asked for are so once for all n.
+        """
+
+
+def one_by_one(at: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of n priors `[n]` from one of a single prior `[1]`."""
+    return lambda deltas: torch.stack([at(delta) for delta in deltas.split(1)])
+
+
+@dataclass(frozen=True)
+class SpectralScan(VariancesOverPriors):
+    """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once."""
+
+    project: Callable[[Jacobian], Jacobian]  # The Jacobian in the eigenbasis
+    # Eigenvalues of P per block at a scalar δ `[1]`, without gradient
+    precisions: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        projected = self.project(jacobian)
+
+        def at(precisions: Tensor) -> Tensor:
+            values = [self.precisions(precision) for precision in precisions.split(1)]
+            inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
+            if jacobian.wide and not diagonal:
+                inverses = [widened(inverse) for inverse in inverses]
+            if diagonal:
+                return projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
+            return projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))
+
+        return at
+
+
+@dataclass(frozen=True)
+class OneByOne(VariancesOverPriors):
+    """Functional variances at many scalar priors, each by a precision of its own."""
+
+    precision: Callable[[GaussianPrior], Precision]  # P at a prior
+    layout: Layout  # The parameters
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        def at(delta: Tensor) -> Tensor:
+            precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
+            return precision.variance(jacobian, "diagonal" if diagonal else "full")
+
+        return one_by_one(at)
+
+
+# Weights drawn from a posterior, some samples at a time: what is computed on the way stays in a processor's caches.
+
+
+_CHUNK_BYTES = 2**23
+_LEAST_AT_ONCE = 16
+"""Samples of which a matrix product is still one, not that of a matrix and a vector."""
+
+
+def drawn(mean: Tensor, precision: Precision, n_samples: int, generator: torch.Generator | None) -> Tensor:
+    """Samples μ + P^(−1/2) ε, `[S, P]`, for μ `[P]`.
+
+    All random numbers are drawn before, so that samples do not depend on how many are computed at a time.
+    """
+    noise = standard_normal((n_samples, precision.n_noise(len(mean))), mean, generator)
+    row = max(1, noise.shape[1] * noise.element_size())
+    parts = noise.split(max(_LEAST_AT_ONCE, _CHUNK_BYTES // row))
+    first = mean + precision.sample(parts[0])
+    if len(parts) == 1:
+        return first
+    if first.requires_grad or noise.shape[1] != len(mean):
+        return torch.cat([first, *(mean + precision.sample(part) for part in parts[1:])])
+    parts[0].copy_(first)
+    for part in parts[1:]:
+        part.copy_(mean + precision.sample(part))
+    return noise

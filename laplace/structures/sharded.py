@@ -24,11 +24,8 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CurvatureError, ProcessError, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields
-from laplace.structures.algebra import other_structure
-from laplace.structures.base import Curvature, DataPass, narrowed
-from laplace.structures.precision import Form, Precision
-from laplace.structures.separation import Separation
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.base import Curvature, DataPass, Separation, narrowed, other_structure
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # A precision of which every process of a group has the blocks of some tensors: what is asked of it adds up.
 #

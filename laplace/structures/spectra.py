@@ -19,8 +19,8 @@ from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasis
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import algebra
-from laplace.structures.algebra import without_rounding
+from laplace.structures import linalg
+from laplace.structures.linalg import without_rounding
 from laplace.structures.log_det import Pairs, log_det_ratio
 
 _AT_ONCE = 2**21
@@ -59,8 +59,8 @@ def alike(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
 def decomposed(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues `[G, n]` and eigenvectors of matrices `[G, n, n]` of one shape, by one call."""
     if len(matrices) == 1:
-        return [algebra.eigh(matrices[0])]
-    values, vectors = algebra.eigh(torch.stack(list(matrices)))
+        return [linalg.eigh(matrices[0])]
+    values, vectors = linalg.eigh(torch.stack(list(matrices)))
     # Copies: a part would hold all the others in memory and in files, also where a process keeps no more than its own.
     return [(one.clone(), its.clone()) for one, its in zip(values, vectors, strict=True)]
 
@@ -78,7 +78,7 @@ def input_eigen(
 
 def eigenpairs(factor: ThinFactor) -> ThinFactor:
     """A thin factor by its eigenpairs; itself if it is held by them."""
-    return factor if factor.orthonormal else ThinFactor(*algebra.thin_eigh(factor.rows))
+    return factor if factor.orthonormal else ThinFactor(*linalg.thin_eigh(factor.rows))
 
 
 def without_rows(parts: KronParts) -> KronParts:
@@ -308,7 +308,7 @@ def diag_spectrum(values: Tensor) -> BlockSpectrum:
 
 def dense_spectrum(matrix: Tensor, *, signed: torch.dtype | None = None) -> BlockSpectrum:
     """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix."""
-    _, vectors = algebra.eigh(matrix, signed=signed is not None)
+    _, vectors = linalg.eigh(matrix, signed=signed is not None)
     values = _quadratic_forms(matrix, vectors)
     values = values.clamp(min=0) if signed is None else without_rounding(values, signed)
     return BlockSpectrum(values=values, basis=vectors, matrix=matrix)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace import FullLaplace, KronLaplace, Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra
+from laplace.structures import linalg
 from tests import problems as catalogue
 
 PROBLEM = catalogue.get("mlp_regression")
@@ -30,13 +30,13 @@ def fitted(cls: Any = KronLaplace, **options: Any) -> Any:
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of the matrices that are decomposed from now on."""
     shapes: list[torch.Size] = []
-    original = algebra.eigh
+    original = linalg.eigh
 
     def counted(matrix: Tensor) -> Any:
         shapes.append(matrix.shape)
         return original(matrix)
 
-    monkeypatch.setattr(algebra, "eigh", counted)
+    monkeypatch.setattr(linalg, "eigh", counted)
     return shapes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import SlowWarning
-from laplace.structures import algebra
+from laplace.structures import linalg
 
 STRUCTURES = ("kron", "block", "full")
 
@@ -35,7 +35,7 @@ def evidence(structure: str, **fit: Any) -> tuple[Any, float]:
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_long_ones_are_warned_of_where_they_are_done(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = evidence(structure)
-    monkeypatch.setattr(algebra, "RATE", 1e-3)
+    monkeypatch.setattr(linalg, "RATE", 1e-3)
     la = Laplace(model(), "classification", "all", structure)
     la.fit(data())
     with pytest.warns(SlowWarning, match=r"will take about .* once per fit") as caught:
@@ -57,8 +57,8 @@ def test_short_ones_are_silent() -> None:
 def test_work_is_told_by_sizes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        algebra._warn_if_long(1, 3000)
+        linalg._warn_if_long(1, 3000)
     with pytest.warns(SlowWarning, match=r"2 matrices 5,000 × 5,000 will take about 50 s"):
-        algebra._warn_if_long(2, 5000)
+        linalg._warn_if_long(2, 5000)
     with pytest.warns(SlowWarning, match="7 minutes"):
-        algebra._warn_if_long(1, 12800)
+        linalg._warn_if_long(1, 12800)

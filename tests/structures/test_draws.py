@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.structures import algebra, draws
-from laplace.structures.draws import drawn
+from laplace.structures import linalg
+from laplace.structures import precision as precisions
+from laplace.structures.precision import drawn
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -27,11 +28,11 @@ def test_parts_make_no_difference(structure: str, monkeypatch: pytest.MonkeyPatc
         return la.sample(50, generator=torch.Generator().manual_seed(1))
 
     whole = sample()
-    monkeypatch.setattr(draws, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(precisions, "_CHUNK_BYTES", 1)
     torch.testing.assert_close(sample(), whole, rtol=1e-12, atol=1e-12)
     la.prior_precision = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(sample().square().sum(), la.prior_precision)
-    monkeypatch.setattr(draws, "_CHUNK_BYTES", 2**23)
+    monkeypatch.setattr(precisions, "_CHUNK_BYTES", 2**23)
     torch.testing.assert_close(sample().detach(), whole, rtol=1e-12, atol=1e-12)
     (expected,) = torch.autograd.grad(sample().square().sum(), la.prior_precision)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
@@ -59,7 +60,7 @@ def test_a_full_posterior_is_sampled_by_one_cholesky_factor_without_its_inverse(
     real = torch.linalg.cholesky_ex
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: factorised.append(len(matrix)) or real(matrix))
     with monkeypatch.context() as patch:
-        patch.delattr(algebra, "inverse_of_lower")
+        patch.delattr(linalg, "inverse_of_lower")
         precision = la.posterior()
         torch.testing.assert_close(precision.logdet(), torch.logdet(P), rtol=1e-12, atol=0)
         sample = precision.sample(noise)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace import ParametricLaplace
 from laplace.structures import STRUCTURES, LowRankCurvature
-from laplace.structures.algebra import Recent
+from laplace.structures.base import Recent
 from tests import problems as catalogue
 from tests.conformance.cases import Case
 

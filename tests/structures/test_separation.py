@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.structures import STRUCTURES
-from laplace.structures.separation import linked
+from laplace.structures.base import linked
 from laplace.structures.sharded import placed
 
 SEPARABLE = [name for name, structure in STRUCTURES.items() if structure.separation is not None]

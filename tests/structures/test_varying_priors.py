@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.structures import algebra
+from laplace.structures import linalg
 
 STRUCTURES = ("kron", "ekfac")
 
@@ -43,7 +43,7 @@ def test_batches_of_other_sizes_give_the_same(structure: str, dtype: torch.dtype
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_another_basis_of_a_null_space_gives_the_same(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(fitted(structure, torch.float64, 14))
-    real, turned = algebra.eigh, []
+    real, turned = linalg.eigh, []
 
     def another(matrix: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         values, vectors = real(matrix, **options)
@@ -56,7 +56,7 @@ def test_another_basis_of_a_null_space_gives_the_same(structure: str, monkeypatc
                 turned.append(count)
         return values, vectors
 
-    monkeypatch.setattr(algebra, "eigh", another)
+    monkeypatch.setattr(linalg, "eigh", another)
     for found, one in zip(answers(fitted(structure, torch.float64, 14)), expected, strict=True):
         torch.testing.assert_close(found, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
     assert turned

@@ -16,7 +16,7 @@ from laplace import PriorStructure, TuningMethod
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
-from laplace.structures.variances_over_priors import SpectralScan
+from laplace.structures.precision import SpectralScan
 from tests import grid
 from tests.reference.likelihoods import count_density, noisy_density, sampled_moments
 

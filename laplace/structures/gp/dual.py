@@ -27,7 +27,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
-from laplace.structures import algebra
+from laplace.structures import linalg
 from laplace.structures.base import DataPass, require_finite
 from laplace.structures.precision import Form
 
@@ -119,7 +119,7 @@ class Span(ABC):
         """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
         with torch.no_grad(), kept_for_later():
             gram = self.gram(weights, scales)
-            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+            values, vectors = linalg.eigh(0.5 * (gram + gram.T))
             floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
             significant = values > floor
             values, vectors = values[significant], vectors[:, significant]

@@ -23,13 +23,12 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian, kernel
-from laplace.structures import algebra, fields, subspace
+from laplace.structures import fields, linalg, subspace
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.dual import ObservingPass, Projected, jacobians, pulled, uncounted
 from laplace.structures.gp.subset import Pool, make_score
-from laplace.structures.powers import bilinear, power
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.linalg import bilinear, power
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # Posterior precisions in the span of a few directions.
 
@@ -60,7 +59,7 @@ class NystromPrecision(Precision):
         """Eigenvalues and eigenvectors of Σ w G, constants."""
         if len(self.gram) == 1:
             return widened(self.weights[0].detach()) * self.unit[0], self.unit[1]
-        return algebra.eigh(self._core)
+        return linalg.eigh(self._core)
 
     def _inside(self, exponent: float) -> Tensor:
         """(Σ w G + δ)^exponent, `[k, k]`, float64, with its graph."""
@@ -186,7 +185,7 @@ class NystromCurvature(Curvature):
     @cached_property
     def unit(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the sum of all terms."""
-        return algebra.eigh(self.gram.sum(0))
+        return linalg.eigh(self.gram.sum(0))
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
@@ -217,7 +216,7 @@ class NystromCurvature(Curvature):
         return NystromPrecision(self.directions, self.gram, self.unit, weights, prior)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> NystromScan:
-        values, vectors = algebra.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
+        values, vectors = linalg.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
         return NystromScan(self.directions, vectors, values)
 
     @classmethod
@@ -264,7 +263,7 @@ class DirectionPass(DataPass):
 def _directions(parts: list[Jacobian], count: int) -> Tensor:
     """The `count` leading directions of rows of J, `[k, P]`, orthonormal."""
     gram = torch.cat([torch.cat([kernel(a, b)[:, 0, :, 0] for b in parts], 1) for a in parts])
-    values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+    values, vectors = linalg.eigh(0.5 * (gram + gram.T))
     size = max(len(gram), sum(block.size for block in parts[0].blocks))
     spanned = int((values > size * torch.finfo(values.dtype).eps * values[-1]).sum())
     if count > spanned:

@@ -25,7 +25,7 @@ from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian, kernel, kernel_at
-from laplace.structures import algebra
+from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.gp.dual import (
     HOLDS_INPUTS,
@@ -41,9 +41,8 @@ from laplace.structures.gp.dual import (
     pulled,
     uncounted,
 )
-from laplace.structures.powers import shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.precision import Form, Precision
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 SELECTIONS = ("random", "top", "leverage")
 """Names of the scores."""
@@ -319,7 +318,7 @@ class SubsetPrecision(DualPrecision):
             return shrunk
         gram = self.duals[0].gram(self.weights, self.scales)
         with torch.no_grad():
-            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+            values, vectors = linalg.eigh(0.5 * (gram + gram.T))
         return shrunk + rows @ shrinkage_slope(gram, (1 + values, vectors), exponent)
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.structures import algebra
+from laplace.structures import linalg
 
 
 def test_covariance_factor_by_halves() -> None:
@@ -14,10 +14,10 @@ def test_covariance_factor_by_halves() -> None:
     n = 1031
     root = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     precision = root @ root.T / n + 0.5 * torch.eye(n, dtype=torch.float64)
-    turned = algebra.cholesky(precision.flip(0, 1))
+    turned = linalg.cholesky(precision.flip(0, 1))
     assert turned is not None
     kept = turned.clone()
-    factor = algebra.covariance_factor(turned)
+    factor = linalg.covariance_factor(turned)
     assert torch.equal(factor, factor.tril())
     assert torch.equal(turned, kept)
     torch.testing.assert_close(factor @ factor.T, torch.linalg.inv(precision), rtol=1e-10, atol=1e-12)

@@ -8,8 +8,6 @@ is a warning is the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,44 +15,10 @@ from torch import Tensor
 from laplace.core.checks import all_finite, require
 from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
-from laplace.errors import CurvatureError, InvalidArgument, SlowWarning, warn
-
-# Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.
-#
-# P = s·H + δ must be positive definite, H need not be. At weights that are no minimum the exact Hessian has negative
-# eigenvalues; a prior that exceeds them gives a proper posterior all the same.
-
-
-MODES = ("error", "clamp", "abs")
+from laplace.errors import CurvatureError, SlowWarning, warn
 
 _ROUNDING_UNITS = 10
 """Eigenvalues up to so many units of rounding of the largest one are zero."""
-
-
-@dataclass(frozen=True)
-class SignedOptions:
-    """Options of structures that can hold an indefinite curvature.
-
-    Attributes:
-        indefinite: What is done about negative eigenvalues of the exact Hessian: `"error"` refuses a posterior whose
-            precision is not positive definite, `"clamp"` replaces them by zero, `"abs"` by their absolute value
-            (Dauphin et al., 2014). With terms of several noises each term's eigenvalues are meant. Not read with
-            positive semi-definite curvature (GGN, empirical Fisher).
-
-    Raises:
-        InvalidArgument: Another word.
-    """
-
-    indefinite: str = "error"
-
-    def __post_init__(self) -> None:
-        if self.indefinite not in MODES:
-            raise InvalidArgument(f"indefinite={self.indefinite!r}; accepted are {', '.join(map(repr, MODES))}.")
-
-
-def nonnegative(values: Tensor, mode: str) -> Tensor:
-    """Eigenvalues `[..., n]` without negative ones, by `"clamp"` or `"abs"`."""
-    return values.clamp(min=0) if mode == "clamp" else values.abs()
 
 
 def without_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,21 +26,6 @@ def without_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
     floor = _ROUNDING_UNITS * torch.finfo(dtype).eps * values.abs().amax(-1, keepdim=True) if values.shape[-1] else 0.0
     return torch.where(values.abs() > floor, values, 0.0)
 
-
-def require_positive(values: Tensor, what: str = "eigenvalue") -> Tensor:
-    """The eigenvalues of P, `[n]`, if P is positive definite."""
-    negative = int((values <= 0).sum())
-    if negative:
-        raise CurvatureError(
-            f"the posterior precision s·H + δ has {negative} directions that are not positive (smallest {what} "
-            f"{values.min().item():.3g}) at this prior: the exact Hessian is indefinite here. Give a larger "
-            "prior_precision, train the network to a minimum, pass structure_kwargs={'indefinite': 'clamp'} or "
-            "{'indefinite': 'abs'}, or use backend=NativeGGN."
-        )
-    return values
-
-
-T = TypeVar("T")
 
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
@@ -98,11 +47,6 @@ RATE = 5e9
 
 LONG = 10.0
 """Seconds above which work is announced."""
-
-
-def mean_weight(weights: Tensor) -> Tensor:
-    """Mean of the weights of all terms `[E]`, 0-dim; of one term its own."""
-    return weights.mean() if weights.numel() > 1 else weights.view(())
 
 
 def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
@@ -221,11 +165,6 @@ def _removed_too_much(smallest: float) -> CurvatureError:
     )
 
 
-def other_structure(mine: str, theirs: str) -> CurvatureError:
-    """The error of curvatures that cannot meet."""
-    return CurvatureError(f"curvature of structure {theirs!r} cannot be subtracted from one of structure {mine!r}.")
-
-
 def positive_part(matrix: Tensor) -> Tensor:
     """A curvature `[n, n]` with its directions of rounding below zero set to zero; differentiable, in float64."""
     values, vectors = eigh(matrix)
@@ -296,36 +235,72 @@ def _write_inverse(lower: Tensor, inverse: Tensor) -> None:
     _write_inverse(c, inverse[n // 2 :, n // 2 :])
 
 
-class Recent(Generic[T]):
-    """Keeps what was computed last, with what it was computed from.
+# Functions of positive definite matrices with their first derivative (Daleckii and Krein, 1965).
+#
+# With M = U diag(λ) Uᵀ,  df(M) = U (Γ ∘ Uᵀ dM U) Uᵀ,  Γ_ij = (f(λ_i) − f(λ_j)) / (λ_i − λ_j), f′(λ) of equal ones.
+# Eigenvectors themselves have no derivative where eigenvalues meet, as those of a curvature often do; f(M) has one.
 
-    A frozen curvature has one for everything that takes long and depends on more than the curvature: the ratios of the
-    weights of its terms, or what is done about negative eigenvalues.
+
+def power(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: float) -> Tensor:
+    """Mᵉ `[n, n]`, with its first derivative in M; `eigen` are M's eigenvalues and eigenvectors, constants."""
+    values, vectors = eigen
+    constant = (vectors * values**exponent) @ vectors.T
+    return constant + vectors @ _slope(matrix, eigen, exponent) @ vectors.T if matrix.requires_grad else constant
+
+
+def power_slope(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: float) -> Tensor | None:
+    """Uᵀ (Mᵉ − M*ᵉ) U to first order at M* = M: zero, with its gradient in M; None where M has none."""
+    return _slope(matrix, eigen, exponent) if matrix.requires_grad else None
+
+
+def _slope(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: float) -> Tensor:
+    values, vectors = eigen
+    return divided_differences(values, exponent) * (vectors.T @ (matrix - matrix.detach()) @ vectors)
+
+
+def divided_differences(values: Tensor, exponent: float) -> Tensor:
+    """Γ of λᵉ, `[n, n]`: with b = max(λ_i, λ_j) and r = log(min/max) ≤ 0 it is bᵉ⁻¹ (1 − exp(e r)) / (1 − exp(r))."""
+    rows, columns = values.unsqueeze(1), values.unsqueeze(0)
+    larger, smaller = rows.maximum(columns), rows.minimum(columns)
+    logs = ((smaller - larger) / larger).log1p()
+    apart = logs < 0
+    safe = logs.where(apart, -1.0)
+    return larger ** (exponent - 1) * ((exponent * safe).expm1() / safe.expm1()).where(apart, exponent)
+
+
+# (I + W Wᵀ)ᵉ = I − W g(K) Wᵀ with K = I + Wᵀ W and g(λ) = (1 − λᵉ) / (λ − 1), by which a low rank enters a power.
+
+
+def shrinkage(values: Tensor, exponent: float) -> Tensor:
+    """G of eigenvalues of K, `[n]`, at least 1: 1/λ for the inverse, 1/(√λ (1 + √λ)) for its root."""
+    if exponent == -1:
+        return 1 / values
+    roots = values.sqrt()
+    return 1 / (roots * (1 + roots))
+
+
+def shrinkage_slope(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: float) -> Tensor:
+    """U (Γ ∘ Uᵀ (K − K*) U) Uᵀ of g: zero, with its gradient in K.
+
+    1/(√λ (1 + √λ)) = 1/√λ − 1/(1 + √λ); with a, b the roots of two eigenvalues the divided differences of the first are
+    −1 / (a b (a + b)), those of the second −1 / ((1 + a) (1 + b) (a + b)).
     """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, T] | None = None
-
-    @property
-    def value(self) -> T | None:
-        """The value that was computed last; None before."""
-        return None if self._last is None else self._last[1]
-
-    def __call__(self, key: Any, compute: Callable[[], T]) -> T:
-        """The value of a key, computed unless it is the last one's."""
-        if isinstance(key, Tensor) and key.requires_grad and torch.is_grad_enabled():
-            return compute()
-        last = self._last
-        if last is not None and _equal(last[0], key):
-            return last[1]
-        self._last = last = None  # two factorisations would be held at once
-        with kept_for_later():
-            value = compute()
-            self._last = key.detach().clone() if isinstance(key, Tensor) else key, value
-        return value
+    values, vectors = eigen
+    if exponent == -1:
+        divided = -1 / (values.unsqueeze(1) * values)
+    else:
+        a, b = values.sqrt().unsqueeze(1), values.sqrt()
+        divided = (1 / ((1 + a) * (1 + b)) - 1 / (a * b)) / (a + b)
+    return vectors @ (divided * (vectors.T @ (matrix - matrix.detach()) @ vectors)) @ vectors.T
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)
+def whitened_power(vectors: Tensor, exponent: float, deviations: Tensor, removed: Callable[[Tensor], Tensor]) -> Tensor:
+    """P⁻¹ v (exponent −1) or D^(−½) (I + W Wᵀ)^(−½) v (−½) of P = D^½ (I + W Wᵀ) D^½, for v `[..., P]`."""
+    white = vectors if exponent == -0.5 else vectors * deviations
+    return (white - removed(white)) * deviations
+
+
+def bilinear(rows: Tensor, matrix: Tensor, *, diagonal: bool) -> Tensor:
+    """Z M Zᵀ of rows `[..., n, r]`, `[..., n, n]`, or its diagonals `[..., n]`."""
+    half = rows @ matrix.to(rows)
+    return (half * rows).sum(-1) if diagonal else half @ rows.mT
