@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
+from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
 from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
 from laplace.engines.engine import EngineOptions
 from laplace.engines.native.autograd import differentiable
@@ -63,16 +63,10 @@ def _importing() -> Iterator[None]:
 
 
 class AsdlEngine(PackageEngine):
-    """Fisher matrices of ASDL, exact, sampled or empirical.
-
-    The arguments are those of `PackageEngine`.
-
-    Attributes:
-        fisher_type: ASDL's name of this kind of curvature.
-    """
+    """Fisher matrices of ASDL, exact, sampled or empirical."""
 
     package = "asdl"
-    fisher_type: str
+    fisher_type: str  # ASDL's name of this kind of curvature
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
@@ -94,15 +88,15 @@ class AsdlEngine(PackageEngine):
 
     def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
         batch.treat_only(chosen)
-        places = [batch.layer(i) for i in chosen]
-        diagonals = self._mean(batch, "diag", lambda: [getattr(_fisher(m).diag, name) for m, name in places])
+        places: list[tuple[Any, str]] = [batch.layer(i) for i in chosen]
+        diagonals = self._mean(batch, "diag", lambda: [getattr(m.fisher.diag, name) for m, name in places])
         slots = self.problem.slots
         return {i: self._scale() * slots[i].take(values) for i, values in zip(chosen, diagonals, strict=True)}
 
     def _kron(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, LayerFactors]:
         batch.treat_only(chosen)
-        layers = [batch.layer(i)[0] for i in chosen]
-        sides = self._mean(batch, "kron", lambda: [f for m in layers for f in (_fisher(m).kron.A, _fisher(m).kron.B)])
+        layers: list[Any] = [batch.layer(i)[0] for i in chosen]
+        sides = self._mean(batch, "kron", lambda: [f for m in layers for f in (m.fisher.kron.A, m.fisher.kron.B)])
         factors: dict[int, LayerFactors] = {}
         for i, layer, a, b in zip(chosen, layers, sides[::2], sides[1::2], strict=True):
             shape = batch.input_shape(i)
@@ -135,21 +129,18 @@ class AsdlEngine(PackageEngine):
             torch.manual_seed(drawn_seed(self.generator))
         total: list[Tensor] = []
         for _ in range(self.options.num_samples):
-            self._pass(batch, shape)
+            # One forward and backward pass, which leave their result in the attribute `fisher` of private modules.
+            config = self.fisher.FisherConfig(
+                fisher_type=self.fisher_type, fisher_shapes=[shape], loss_type=self._loss_type(), data_size=1
+            )
+            maker = self.fisher.get_fisher_maker(batch.module, config)
+            outputs = maker.setup_model_call(batch.module, batch.x)
+            if self.fisher_type == "fisher_emp":
+                maker.setup_loss_call(self.loss, outputs, batch.y)
+            maker.forward_and_backward()
             new = [values.detach() for values in read()]
             total = [former + values for former, values in zip(total, new, strict=True)] if total else new
         return [values / self.options.num_samples for values in total]
-
-    def _pass(self, batch: CopiedBatch, shape: str) -> None:
-        """One forward and backward pass, which leave their result in the attribute `fisher` of private modules."""
-        config = self.fisher.FisherConfig(
-            fisher_type=self.fisher_type, fisher_shapes=[shape], loss_type=self._loss_type(), data_size=1
-        )
-        maker = self.fisher.get_fisher_maker(batch.module, config)
-        outputs = maker.setup_model_call(batch.module, batch.x)
-        if self.fisher_type == "fisher_emp":
-            maker.setup_loss_call(self.loss, outputs, batch.y)
-        maker.forward_and_backward()
 
     def _loss_type(self) -> str | None:
         """ASDL's name of the loss."""
@@ -182,13 +173,8 @@ class AsdlEngine(PackageEngine):
         return torch.cat([slot.take(indices[starts[i] : starts[i] + slot.shape.numel()]) for i, slot in slots])
 
 
-def _fisher(module: nn.Module) -> Any:
-    """The result that a pass left on a module."""
-    return module.fisher
-
-
 class AsdlGGNEngine(AsdlEngine):
-    """GGN, exact or sampled; the arguments are those of the base."""
+    """GGN, exact or sampled."""
 
     name = "AsdlGGN"
     native_type = GGNEngine
@@ -199,7 +185,7 @@ class AsdlGGNEngine(AsdlEngine):
 
 
 class AsdlEFEngine(AsdlEngine):
-    """Empirical Fisher; the arguments are those of the base."""
+    """Empirical Fisher."""
 
     name = "AsdlEF"
     native_type = EFEngine
@@ -207,7 +193,7 @@ class AsdlEFEngine(AsdlEngine):
 
 
 class AsdlHessianEngine(PackageEngine):
-    """The exact Hessian by differentiating twice, one row after the other; the arguments are those of the base."""
+    """The exact Hessian by differentiating twice, one row after the other."""
 
     package = "asdl"
     name = "AsdlHessian"
@@ -261,31 +247,43 @@ def batch_gradient(
 
 
 class AsdlInterface(CurvatureInterface):
-    """Base of the backends by ASDL; the arguments are those of `CurvatureInterface`."""
+    """Base of the backends by ASDL.
+
+    The arguments are those of `CurvatureInterface`, and:
+
+    Args:
+        memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if the package is not installed.
+    """
+
+    engine_options = ("memory_budget",)
 
 
-class AsdlGGN(AsdlInterface, PackageGGN):
+class AsdlGGN(AsdlInterface, GGNInterface):
     """GGN by ASDL, exact or sampled: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
 
-    The arguments are those of `PackageGGN`.
+    The arguments are those of `NativeGGN`, without `kfac_approx` and `max_passes`.
     """
 
     engine_type = AsdlGGNEngine
+    engine_options = SAMPLED_BY_PACKAGE
 
 
-class AsdlEF(AsdlInterface, PackageInterface, EFInterface):
+class AsdlEF(AsdlInterface, EFInterface):
     """Empirical Fisher by ASDL: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
 
-    The arguments are those of `PackageInterface`.
+    The arguments are those of `AsdlInterface`.
     """
 
     engine_type = AsdlEFEngine
 
 
-class AsdlHessian(AsdlInterface, PackageInterface):
+class AsdlHessian(AsdlInterface):
     """Exact Hessian by ASDL, which may be indefinite: structure `full`; the rest is native.
 
-    The arguments are those of `PackageInterface`.
+    The arguments are those of `AsdlInterface`.
     """
 
     kind = "hessian"

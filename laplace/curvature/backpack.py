@@ -14,9 +14,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
+from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
 from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
 from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
@@ -34,179 +33,55 @@ from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 
+# Which modules BackPACK differentiates correctly, and the chains of them that its second-order quantities need.
 
-@dataclass(frozen=True, eq=False)
-class ModuleChain:
-    """Modules one after the other, of which the last gives the outputs of the network.
-
-    Attributes:
-        modules: The modules, no two of them the same object.
-        x: Inputs of the first one.
-    """
-
-    modules: tuple[nn.Module, ...]
-    x: Tensor
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a module without children; versions count the writes to a tensor."""
-
-    module: nn.Module
-    x: Any
-    x_version: int
-    output: Any
-    output_version: int
-
-
-def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> ModuleChain:
-    """The chain that begins with the first module that holds one of the tensors, watched in one forward pass.
-
-    What runs before that module may be anything: it does not depend on the tensors.
-
-    Raises:
-        CurvatureError: Something else happens in between (a function, a sum of branches, a write in place).
-    """
-    wanted = {id(tensor) for tensor in tensors}
-    calls: list[_Call] = []
-    with torch.no_grad(), _watched(module, calls):
-        f = module(x)
-    starts = [n for n, call in enumerate(calls) if wanted & _held(call.module)]
-    links = calls[starts[0] :] if starts else []
-    if not links or not _joined(links, f) or not isinstance(links[0].x, Tensor):
-        raise CurvatureError("the network is not a chain of modules")
-    if not wanted <= set().union(*(_held(call.module) for call in links)):
-        raise CurvatureError("a parameter is not held by a module of the chain")
-    return ModuleChain(tuple(_apart([call.module for call in links])), links[0].x)
-
-
-def _held(module: nn.Module) -> set[int]:
-    return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
-
-
-def _joined(links: Sequence[_Call], f: Any) -> bool:
-    """True if the input of every module is the output of the one before, unchanged, and the last one's is f."""
-    last = links[-1]
-    between = all(b.x is a.output and b.x_version == a.output_version for a, b in itertools.pairwise(links))
-    return between and f is last.output and isinstance(f, Tensor) and f._version == last.output_version
-
-
-def _apart(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules with copies of those that come again: what is written to a module must be of one call."""
-    seen: set[int] = set()
-    apart: list[nn.Module] = []
-    for module in modules:
-        apart.append(copy.deepcopy(module) if id(module) in seen else module)
-        seen.add(id(module))
-    return apart
-
-
-@contextmanager
-def _watched(module: nn.Module, calls: list[_Call]) -> Iterator[None]:
-    def remember(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        calls.append(_Call(part, x, _version(x), output, _version(output)))
-
-    leaves = [part for part in module.modules() if not any(True for _ in part.children())]
-    handles = [leaf.register_forward_hook(remember, with_kwargs=True) for leaf in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else -1
-
-
-SupportTable = Mapping[type[nn.Module], Callable[[Any], str]]
-"""Reason, by exact class, why a module is not differentiated correctly; empty if it is."""
-
-
-def _none(module: nn.Module) -> str:
-    return ""
-
-
-def _padded(module: Any) -> str:
-    if isinstance(module.padding, str):
-        return f"padding={module.padding!r}, which it does not know"
-    return "" if module.padding_mode == "zeros" else f"{module.padding_mode} padding, which it takes for zeros"
-
-
-def _enlarged(module: Any) -> str:
-    return "output padding" if any(module.output_padding) else ""
-
-
-def _in_place(module: Any) -> str:
-    return "an activation in place" if module.inplace else ""
-
-
-def _normalised(module: Any) -> str:
-    return "" if module.affine and module.track_running_stats else "a norm without scale or running statistics"
-
-
-def _max_pooled(module: Any) -> str:
-    return "indices of a pooling" if module.return_indices else ""
-
-
-def _mean_pooled(module: Any) -> str:
-    plain = module.count_include_pad and not module.ceil_mode and getattr(module, "divisor_override", None) is None
-    return "" if plain else "an average of another number of entries"
-
-
-def _cropped(module: Any) -> str:
-    return "negative padding" if min(module.padding) < 0 else ""
-
-
-def _flat(module: Any) -> str:
-    return "" if module.start_dim >= 1 else "the data's dimension is flattened"
-
-
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_ACTIVATIONS = (nn.ReLU, nn.Dropout, nn.LeakyReLU, nn.ELU, nn.SELU)
 
-LAYERS: SupportTable = {
-    nn.Linear: _none,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _padded),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _enlarged),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _normalised),
-}
-"""Layers with parameters, by exact class."""
+LAYERS: frozenset[type[nn.Module]] = frozenset((nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, *_NORMS))
+"""Layers with parameters."""
 
-FACTORED: SupportTable = {
-    nn.Linear: _none,
-    nn.Conv2d: _padded,
-    nn.ReLU: _in_place,
-    **dict.fromkeys((nn.Sigmoid, nn.Tanh, nn.Identity), _none),
-    nn.Dropout: _in_place,
-    nn.Flatten: _flat,
-    nn.MaxPool2d: _max_pooled,
-    nn.AvgPool2d: _mean_pooled,
-    nn.ZeroPad2d: _cropped,
-}
+FACTORED: frozenset[type[nn.Module]] = frozenset((
+    nn.Linear, nn.Conv2d, nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.Dropout, nn.Flatten, nn.MaxPool2d,
+    nn.AvgPool2d, nn.ZeroPad2d,
+))  # fmt: skip
 """Modules of chains through which Kronecker factors are propagated."""
 
-CHAIN: SupportTable = {
-    **LAYERS,
-    **FACTORED,
-    nn.LogSigmoid: _none,
-    **dict.fromkeys((nn.LeakyReLU, nn.ELU, nn.SELU), _in_place),
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), _max_pooled),
-    **dict.fromkeys(_AVERAGES, _mean_pooled),
-}
+CHAIN: frozenset[type[nn.Module]] = LAYERS | FACTORED | {nn.LogSigmoid, *_ACTIVATIONS, *_MAXIMA, *_AVERAGES}
 """Modules of chains through which roots of the GGN are propagated."""
 
 
-def fault_of(module: nn.Module, table: SupportTable) -> str:
-    """Reason why a module is not in a table; empty if it is."""
-    if type(module) not in table:
-        return f"no derivative of {type(module).__name__}"
+def fault_of(module: Any, known: frozenset[type[nn.Module]]) -> str:
+    """Reason why a module is none of those that are known by their exact class, as they are; empty if it is."""
+    kind = type(module)
+    if kind not in known:
+        return f"no derivative of {kind.__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "a hook on a layer"
-    return table[type(module)](module)
+    if kind in _CONVOLUTIONS and isinstance(module.padding, str):
+        return f"padding={module.padding!r}, which it does not know"
+    if kind in _CONVOLUTIONS and module.padding_mode != "zeros":
+        return f"{module.padding_mode} padding, which it takes for zeros"
+    if kind in _AVERAGES:
+        plain = module.count_include_pad and not module.ceil_mode and getattr(module, "divisor_override", None) is None
+        return "" if plain else "an average of another number of entries"
+    faults = (
+        (_TRANSPOSED, lambda: any(module.output_padding), "output padding"),
+        (_ACTIVATIONS, lambda: module.inplace, "an activation in place"),
+        (_MAXIMA, lambda: module.return_indices, "indices of a pooling"),
+        ((nn.ZeroPad2d,), lambda: min(module.padding) < 0, "negative padding"),
+        ((nn.Flatten,), lambda: module.start_dim < 1, "the data's dimension is flattened"),
+        (_NORMS, lambda: not (module.affine and module.track_running_stats),
+         "a norm without scale or running statistics"),
+    )  # fmt: skip
+    return next((words for kinds, is_wrong, words in faults if kind in kinds and is_wrong()), "")
 
 
-def backpack_fault(call: LayerCall, *, factored: bool) -> str:
+def layer_fault(call: LayerCall, *, factored: bool) -> str:
     """Reason why BackPACK does not differentiate a layer correctly; empty if it does."""
     layer = call.module
     if factored and type(layer) is not nn.Linear:
@@ -216,20 +91,65 @@ def backpack_fault(call: LayerCall, *, factored: bool) -> str:
     return fault_of(layer, LAYERS)
 
 
-def faultless(chain: ModuleChain, table: SupportTable) -> ModuleChain:
-    """A chain of which the table knows every module.
+class _Call(NamedTuple):
+    """One call of a module without children; versions count the writes to a tensor."""
+
+    module: nn.Module
+    x: Any
+    x_version: int
+    output: Any
+    output_version: int
+
+
+def chain_from(
+    module: nn.Module, x: Inputs, tensors: Sequence[Tensor], known: frozenset[type[nn.Module]]
+) -> tuple[list[nn.Module], Tensor]:
+    """The chain that begins with the first module that holds one of the tensors, and the inputs of that module.
+
+    What runs before may be anything: it does not depend on the tensors. Modules that come again are copied, since what
+    is written to a module must be of one call.
 
     Raises:
-        CurvatureError: It does not know one, or BackPACK averages in another dtype than the default one.
+        CurvatureError: Something else happens in between (a function, a sum of branches, a write in place), or a module
+            is not known.
     """
-    for module in chain.modules:
-        fault = fault_of(module, table)
-        if fault:
+    calls: list[_Call] = []
+
+    def version(value: Any) -> int:
+        return value._version if isinstance(value, Tensor) else -1
+
+    def remember(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = args[0] if len(args) == 1 and not kwargs else None
+        calls.append(_Call(part, first, version(first), output, version(output)))
+
+    leaves = [part for part in module.modules() if not any(True for _ in part.children())]
+    handles = [leaf.register_forward_hook(remember, with_kwargs=True) for leaf in leaves]
+    try:
+        with torch.no_grad():
+            f = module(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = {id(tensor) for tensor in tensors}
+    held = [{id(tensor) for tensor in call.module._parameters.values()} for call in calls]
+    start = next((n for n, its in enumerate(held) if wanted & its), len(calls))
+    links = calls[start:]
+    joined = all(b.x is a.output and b.x_version == a.output_version for a, b in itertools.pairwise(links))
+    if not links or not joined or f is not links[-1].output or version(f) != links[-1].output_version:
+        raise CurvatureError("the network is not a chain of modules")
+    if not isinstance(f, Tensor) or not isinstance(links[0].x, Tensor):
+        raise CurvatureError("the network is not a chain of modules")
+    if not wanted <= set().union(*held[start:]):
+        raise CurvatureError("a parameter is not held by a module of the chain")
+    modules: list[nn.Module] = []
+    for link in links:
+        if fault := fault_of(link.module, known):
             raise CurvatureError(fault)
         # Its derivative of a mean is that of a convolution, which is made in the default dtype.
-        if isinstance(module, _AVERAGES) and chain.x.dtype is not torch.get_default_dtype():
-            raise CurvatureError(f"averages in {chain.x.dtype}, which is not the default dtype")
-    return chain
+        if isinstance(link.module, _AVERAGES) and links[0].x.dtype is not torch.get_default_dtype():
+            raise CurvatureError(f"averages in {links[0].x.dtype}, which is not the default dtype")
+        modules.append(copy.deepcopy(link.module) if link.module in modules else link.module)
+    return modules, links[0].x
 
 
 def hessian_known(loss: nn.Module, outputs: int) -> nn.Module:
@@ -267,10 +187,7 @@ def _package() -> ModuleType:
 
 
 class BackPackEngine(PackageEngine):
-    """Base of both kinds of curvature: layers, and gradients per datum.
-
-    The arguments are those of `PackageEngine`.
-    """
+    """Base of both kinds of curvature: layers, and gradients per datum."""
 
     package = "backpack"
 
@@ -278,11 +195,8 @@ class BackPackEngine(PackageEngine):
         super().__init__(problem, likelihood, options)
         self.backpack = _package()
 
-    @abstractmethod
-    def computes(self) -> Mapping[str, Callable[..., Any]]: ...
-
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        return obstacles_of(watched, lambda use: backpack_fault(use, factored=primitive == "kron"))
+        return obstacles_of(watched, lambda call: layer_fault(call, factored=primitive == "kron"))
 
     @abstractmethod
     def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
@@ -325,7 +239,7 @@ class BackPackEngine(PackageEngine):
 
 
 class BackPackGGNEngine(BackPackEngine):
-    """GGN by a propagated root of the output Hessian, exact or sampled; the arguments are those of the base."""
+    """GGN by a propagated root of the output Hessian, exact or sampled."""
 
     name = "BackPackGGN"
     native_type = GGNEngine
@@ -354,14 +268,16 @@ class BackPackGGNEngine(BackPackEngine):
             factors[i] = LayerFactors(self.factor * output, n_data * inputs[0] if inputs else None, n_data)
         return factors
 
-    def _propagated(self, batch: CopiedBatch, chosen: Sequence[int], quantity: str, table: SupportTable) -> list[Any]:
+    def _propagated(
+        self, batch: CopiedBatch, chosen: Sequence[int], quantity: str, known: frozenset[type[nn.Module]]
+    ) -> list[Any]:
         """Values of a second-order extension for some tensors, in one backward pass."""
         loss = hessian_known(self.loss, batch.watched.f.shape[1])
         batch.treat_only(chosen)
-        chain = faultless(chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen]), table)
+        modules, x = chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen], known)
         extension = self._extension(quantity)
-        with self._extended([*chain.modules, loss]), self.backpack.backpack(extension):
-            loss(nn.Sequential(*chain.modules)(chain.x), batch.y).backward()
+        with self._extended([*modules, loss]), self.backpack.backpack(extension):
+            loss(nn.Sequential(*modules)(x), batch.y).backward()
         return [getattr(batch.tensors[i], extension.savefield) for i in chosen]
 
     def _extension(self, quantity: str) -> Any:
@@ -377,7 +293,7 @@ class BackPackGGNEngine(BackPackEngine):
 
 
 class BackPackEFEngine(BackPackEngine):
-    """Empirical Fisher by gradients per datum, or by the sums of their squares; the arguments are those of the base."""
+    """Empirical Fisher by gradients per datum, or by the sums of their squares."""
 
     name = "BackPackEF"
     native_type = EFEngine
@@ -427,22 +343,34 @@ def _cleanup(module: nn.Module) -> None:
 
 
 class BackPackInterface(CurvatureInterface):
-    """Base of the backends by BackPACK; the arguments are those of `CurvatureInterface`."""
+    """Base of the backends by BackPACK.
+
+    The arguments are those of `CurvatureInterface`, and:
+
+    Args:
+        memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if the package is not installed.
+    """
+
+    engine_options = ("memory_budget",)
 
 
-class BackPackGGN(BackPackInterface, PackageGGN):
+class BackPackGGN(BackPackInterface, GGNInterface):
     """GGN by BackPACK, exact or sampled: `full`, `diag` and `kron`, blocks and Jacobians; the rest is native.
 
-    The arguments are those of `PackageGGN`.
+    The arguments are those of `NativeGGN`, without `kfac_approx` and `max_passes`.
     """
 
     engine_type = BackPackGGNEngine
+    engine_options = SAMPLED_BY_PACKAGE
 
 
-class BackPackEF(BackPackInterface, PackageInterface, EFInterface):
+class BackPackEF(BackPackInterface, EFInterface):
     """Empirical Fisher by BackPACK: structures `full` and `diag`, blocks and Jacobians; the rest is native.
 
-    The arguments are those of `PackageInterface`.
+    The arguments are those of `BackPackInterface`.
     """
 
     engine_type = BackPackEFEngine

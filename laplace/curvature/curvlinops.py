@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface, EFInterface, PackageGGN, PackageInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, reuse
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, without_one_use
 from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
@@ -27,70 +26,27 @@ from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 
-
-def _fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
-    """The reason why factors of a tensor with one use are missing or wrong in curvlinops, or None."""
-    use = watched.plan[slot].uses[0]
-    call = watched.capture.calls[use.call]
-    layer, x = call.module, call.x
-    if type(layer) not in (nn.Linear, nn.Conv2d):
-        return f"no Kronecker factors of {type(layer).__name__}"
-    reason = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
-    if reason is not None:
-        return reason
-    if reduce and (use.axis is not BatchAxis.LEADING or len(x) != watched.n_data):
-        return "positions are averaged over another dimension than the data's"
-    return _of_input(layer, x)
-
-
-def _of_convolution(layer: nn.Conv2d) -> str | None:
-    if layer.groups != 1:
-        return "groups of channels, which it averages"
-    if layer.padding_mode != "zeros":
-        return f"{layer.padding_mode} padding, which it takes for zeros"
-    sizes = zip(layer.kernel_size, layer.dilation, strict=True)
-    unequal = layer.padding == "same" and any(d * (k - 1) % 2 for k, d in sizes)
-    return "unequal padding" if unequal else None
-
-
-def _of_input(layer: nn.Module, x: Tensor) -> str | None:
-    missing = x.ndim != 4 if isinstance(layer, nn.Conv2d) else x.ndim < 2
-    return "inputs without a batch dimension" if missing else None
-
-
 INSTALL = (
     "pip install --no-deps 'curvlinops-for-pytorch>=3.0.1' backpack-for-pytorch unfoldNd einconv and then "
     "pip install einops opt-einsum linear-operator scipy leave an installed PyTorch as it is"
 )
 
 
-def _package() -> ModuleType:
-    try:
-        import curvlinops
-    except ImportError as error:
-        raise missing("curvlinops", INSTALL, error) from error
-    return curvlinops
-
-
 class CurvlinopsEngine(PackageEngine):
-    """Operators of curvlinops on single batches, and its Kronecker factors.
-
-    The arguments are those of `PackageEngine`.
-
-    Attributes:
-        operator: Name of the operator of products.
-        fisher_type: KFAC's name of this kind of curvature, or None where there is no KFAC.
-        squared: True if the curvature is quadratic in the loss, and so in the factor of its module.
-    """
+    """Operators of curvlinops on single batches, and its Kronecker factors."""
 
     package = "curvlinops"
-    operator: str
-    fisher_type: str | None = None
-    squared: bool = False
+    operator: str  # Name of the operator of products
+    fisher_type: str | None = None  # KFAC's name of this kind of curvature, or None where there is no KFAC
+    squared: bool = False  # Whether the curvature is quadratic in the loss, and so in the factor of its module
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
-        self.curvlinops = _package()
+        try:
+            import curvlinops
+        except ImportError as error:
+            raise missing("curvlinops", INSTALL, error) from error
+        self.curvlinops = curvlinops
         self.scale = self.factor**2 if self.squared else self.factor
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
@@ -100,12 +56,32 @@ class CurvlinopsEngine(PackageEngine):
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         if primitive != "kron":
             return {}
-        reasons = reuse(watched)
+        reasons = without_one_use(watched)
         for i in range(len(watched.plan)):
-            reason = None if i in reasons else _fault(watched, i, reduce=self.options.kfac_approx == "reduce")
-            if reason is not None:
+            if i not in reasons and (reason := self._fault(watched, i)):
                 reasons[i] = reason
         return reasons
+
+    def _fault(self, watched: ForwardPass, slot: int) -> str:
+        """The reason why factors of a tensor with one use are missing or wrong in curvlinops; empty if they are not."""
+        use = watched.plan[slot].uses[0]
+        call = watched.capture.calls[use.call]
+        layer, x = call.module, call.x
+        if type(layer) not in (nn.Linear, nn.Conv2d):
+            return f"no Kronecker factors of {type(layer).__name__}"
+        if isinstance(layer, nn.Conv2d):
+            if layer.groups != 1:
+                return "groups of channels, which it averages"
+            if layer.padding_mode != "zeros":
+                return f"{layer.padding_mode} padding, which it takes for zeros"
+            sizes = zip(layer.kernel_size, layer.dilation, strict=True)
+            if layer.padding == "same" and any(d * (k - 1) % 2 for k, d in sizes):
+                return "unequal padding"
+        reduce = self.options.kfac_approx == "reduce"
+        if reduce and (use.axis is not BatchAxis.LEADING or len(x) != watched.n_data):
+            return "positions are averaged over another dimension than the data's"
+        has_no_batch = x.ndim != 4 if isinstance(layer, nn.Conv2d) else x.ndim < 2
+        return "inputs without a batch dimension" if has_no_batch else ""
 
     # Products.
 
@@ -115,11 +91,9 @@ class CurvlinopsEngine(PackageEngine):
 
     def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         self._prove(batch)
-        options, sizes = self._drawn(), self.problem.layout.sizes
-        return [self._products(batch, group, self._eye(sum(sizes[i] for i in group)), options) for group in groups]
-
-    def _eye(self, size: int) -> Tensor:
-        return torch.eye(size, dtype=self.problem.dtype, device=self.problem.device)
+        options, sizes, like = self._drawn(), self.problem.layout.sizes, batch.tensors[0]
+        units = (torch.eye(sum(sizes[i] for i in group), dtype=like.dtype, device=like.device) for group in groups)
+        return [self._products(batch, group, vectors, options) for group, vectors in zip(groups, units, strict=True)]
 
     def _matmul(self, batch: CopiedBatch, vectors: Tensor) -> Tensor:
         self._prove(batch)
@@ -225,7 +199,7 @@ def _differentiable_forward() -> Iterator[None]:
 
 
 class CurvlinopsGGNEngine(CurvlinopsEngine):
-    """GGN, exact or sampled; the arguments are those of the base."""
+    """GGN, exact or sampled."""
 
     name = "CurvlinopsGGN"
     native_type = GGNEngine
@@ -237,7 +211,7 @@ class CurvlinopsGGNEngine(CurvlinopsEngine):
 
 
 class CurvlinopsEFEngine(CurvlinopsEngine):
-    """Empirical Fisher; the arguments are those of the base."""
+    """Empirical Fisher."""
 
     name = "CurvlinopsEF"
     native_type = EFEngine
@@ -247,7 +221,7 @@ class CurvlinopsEFEngine(CurvlinopsEngine):
 
 
 class CurvlinopsHessianEngine(CurvlinopsEngine):
-    """Exact Hessian; the arguments are those of the base."""
+    """Exact Hessian."""
 
     name = "CurvlinopsHessian"
     native_type = HessianEngine
@@ -256,18 +230,27 @@ class CurvlinopsHessianEngine(CurvlinopsEngine):
 
 
 class CurvlinopsInterface(CurvatureInterface):
-    """Base of the backends by curvlinops; the arguments are those of `CurvatureInterface`."""
+    """Base of the backends by curvlinops.
+
+    The arguments are those of `CurvatureInterface`, and:
+
+    Args:
+        memory_budget: Bytes of activations of vectorised passes that are held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if the package is not installed.
+    """
+
+    engine_options = ("memory_budget",)
 
 
-class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
+class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
     """GGN by curvlinops, exact or sampled: structures `full` and `kron`, blocks and products; the rest is native.
 
-    The arguments are those of `PackageGGN`, and:
+    The arguments are those of `NativeGGN`, without `max_passes`, and:
 
     Args:
         mc_samples: Another name of `num_samples`, which it replaces.
-        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
-            (Eschenhagen et al., 2023).
     """
 
     engine_type = CurvlinopsGGNEngine
@@ -275,20 +258,20 @@ class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
     synonyms: Mapping[str, str] = {"mc_samples": "num_samples"}
 
 
-class CurvlinopsEF(CurvlinopsInterface, PackageInterface, EFInterface):
+class CurvlinopsEF(CurvlinopsInterface, EFInterface):
     """Empirical Fisher by curvlinops: structures `full` and `kron`, blocks and products; the rest is native.
 
-    The arguments are those of `PackageInterface`, with `kfac_approx` of `CurvlinopsGGN`.
+    The arguments are those of `CurvlinopsInterface`, with `kfac_approx` of `NativeGGN`.
     """
 
     engine_type = CurvlinopsEFEngine
     engine_options = ("kfac_approx", "memory_budget")
 
 
-class CurvlinopsHessian(CurvlinopsInterface, PackageInterface):
+class CurvlinopsHessian(CurvlinopsInterface):
     """Exact Hessian by curvlinops, which may be indefinite: structure `full`, blocks and products; the rest is native.
 
-    The arguments are those of `PackageInterface`.
+    The arguments are those of `CurvlinopsInterface`.
     """
 
     kind = "hessian"

@@ -41,6 +41,9 @@ _CHOICES = ("last_layer", "subnetwork_indices")
 _POSITIONAL = ("stochastic", "num_samples")
 """Options that may be given by their places."""
 
+SAMPLED_BY_PACKAGE = ("stochastic", "num_samples", "generator", "memory_budget")
+"""Options of the GGN by a package."""
+
 
 def _without_self(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function)
@@ -412,30 +415,3 @@ class NativeHessian(CurvatureInterface):
     kind = "hessian"
     engine_type = HessianEngine
     engine_options = ("memory_budget", "max_passes")
-
-
-class PackageInterface(CurvatureInterface):
-    """Base of backends by a package.
-
-    The arguments are those of `CurvatureInterface`, and:
-
-    Args:
-        memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
-
-    Raises:
-        MissingDependency: By the first batch, if the package is not installed.
-    """
-
-    engine_options = ("memory_budget",)
-
-
-class PackageGGN(PackageInterface, GGNInterface):
-    """Base of GGN backends by a package, exact or sampled.
-
-    The arguments are those of `GGNInterface`, with `memory_budget` of `PackageInterface`, and:
-
-    Args:
-        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
-    """
-
-    engine_options = ("stochastic", "num_samples", "generator", "memory_budget")

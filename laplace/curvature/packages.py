@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,15 +27,14 @@ from laplace.core.checks import numbers_are_known
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
-from laplace.engines.kron_parts import Factor, KronBlock, KronParts
+from laplace.engines.kron_parts import Factor, KronBlock
 from laplace.engines.native.autograd import BackwardPasses
-from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.forward import ForwardPass, record
 from laplace.engines.native.functions import FunctionCall, LayerCall
-from laplace.engines.native.kinds import GGNEngine
+from laplace.engines.native.kinds import HessianEngine, OuterEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
-from laplace.engines.sinks import BlockSink, DiagSink, ProductSink, Sink
+from laplace.engines.sinks import BlockSink, DiagSink, KronSink, ProductSink, Sink
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood
@@ -60,11 +58,6 @@ class CopiedBatch:
     watched: ForwardPass  # The captured pass of the network itself
     probe: Tensor  # The random cotangent u `[B, C]` of the proof
     gradients: tuple[Tensor, ...]  # Jᵀu by tensor, whole, of the copy and of the network
-
-    @property
-    def problem(self) -> Problem:
-        """The network and its random parameters."""
-        return self.watched.problem
 
     def input_shape(self, slot: int) -> torch.Size:
         """Shape of the inputs of the copied layer that holds a tensor with one use."""
@@ -91,31 +84,21 @@ def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
     with watched.capture.backward(1, len(stand_ins)):
         gradients = _gradients(f, stand_ins, probe)
-    features = _features(watched)
     sources: list[tuple[nn.Module, Inputs]] = []
-    if features is not None and problem.head is not None:
-        sources.append((problem.module.get_submodule(problem.head), features))
+    if problem.head is not None:
+        head = problem.module.get_submodule(problem.head)
+        calls = [call for call in watched.capture.calls if call.by is head]
+        if len(calls) == 1 and 0 in watched.capture.heads:
+            sources.append((head, reduce_features(calls[0].x.detach(), problem.reduction)))
     if problem.reduction is None:
         sources.append((problem.module, detached(watched.x)))
     for source, x in sources:
         module, tensors, copies = _copied(problem, source, x)
-        batch = CopiedBatch(module, x, y, tensors, copies, x is features, watched, probe, gradients)
+        of_head = source is not problem.module
+        batch = CopiedBatch(module, x, y, tensors, copies, of_head, watched, probe, gradients)
         if _is_faithful(batch):
             return batch
     raise CurvatureError("a copy of the network does not have its outputs and derivatives")
-
-
-def _features(watched: ForwardPass) -> Tensor | None:
-    """Inputs of the head, if it has one use and its outputs are the network's."""
-    problem, capture = watched.problem, watched.capture
-    if problem.head is None:
-        return None
-    head = problem.module.get_submodule(problem.head)
-    calls = [call for call in capture.calls if call.by is head]
-    if len(calls) != 1 or 0 not in capture.heads:
-        return None
-    x = calls[0].x.detach()
-    return reduce_features(x, problem.reduction)
 
 
 def _copied(
@@ -140,15 +123,11 @@ def _copied(
         module.training = False
         if not module._backward_hooks:
             module._is_full_backward_hook = None  # hooks of another kind, long gone, would forbid a package's
-    plain = isinstance(x, Tensor) and (source is not problem.module or problem.forward_fn is None)
-    if plain and isinstance(_called(copied, x), Tensor):
-        return copied, tensors, copies
+    if isinstance(x, Tensor) and (source is not problem.module or problem.forward_fn is None):
+        with torch.no_grad():
+            if isinstance(copied(x), Tensor):
+                return copied, tensors, copies
     return Caller(copied, problem.forward_fn), tensors, copies
-
-
-def _called(module: nn.Module, x: Tensor) -> object:
-    with torch.no_grad():
-        return module(x)
 
 
 def _untied(head: nn.Module, tensors: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
@@ -200,14 +179,11 @@ class LayerFactors:
 
 
 class PackageEngine(CurvatureEngine):
-    """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
+    """Primitives by a package where it is right, by the native engine of the same kind elsewhere."""
 
-    The arguments are those of `CurvatureEngine`.
-    """
-
-    package: str  # Name of the package
-    native_type: type[NativeEngine]  # Class of the native engine of the same kind
-    needs_plan: bool = True  # True if the network's outputs must split over the data, as all but the Hessian's must
+    package: str  # Its name
+    native_type: type[OuterEngine] | type[HessianEngine]  # Class of the native engine of the same kind
+    needs_plan: bool = True  # Whether the outputs must split over the data, as all but the Hessian's must
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
@@ -215,7 +191,6 @@ class PackageEngine(CurvatureEngine):
         self.kind = self.native.kind
         self.generator = self.native.generator if options.stochastic else None
         self.loss, self.factor = likelihood.torch_loss()
-        self._rest: dict[tuple[int, ...], NativeEngine] = {}
         self._reasons: Reasons = {}
 
     # The package's own table.
@@ -238,51 +213,48 @@ class PackageEngine(CurvatureEngine):
         if len(sink.parts) > 1:
             summary, *_ = [self.accumulate(x, y, part) for part in sink.parts]
             return summary
-        arguments: tuple[Any, ...] = ()
-        if isinstance(sink, ProductSink):
-            arguments = (sink.vectors[0],)
-        elif sink.quantity == "blocks":
-            arguments = (sink.groups,)
         if isinstance(sink, DiagSink) and sink.bases is not None:
-            computed = None
-        else:
-            computed = self._by_package(sink.quantity, x, y, *arguments)
-        if computed is None:
             return self.native.accumulate(x, y, sink)
-        sink.put(self._form_of(sink, computed, x, y))
-        return computed.summary
-
-    def _form_of(self, sink: Sink, computed: _Computed, x: Inputs, y: Tensor) -> Any:
-        """Values of a package as a sink takes them, with those of tensors that are the native engine's."""
-        values, dtype = computed.values, self.dtype
-        if isinstance(sink, BlockSink):
-            blocks = [values] if sink.quantity == "full" else values
-            return [block.to(dtype).unsqueeze(0) for block in blocks]
+        if sink.quantity not in self.computes():
+            self._note(self._everything(f"it has no {sink.quantity}"))
+            return self.native.accumulate(x, y, sink)
+        watched, targets = self._watch(x, y)
+        arguments = (sink.vectors[0],) if isinstance(sink, ProductSink) else ()
+        arguments = (sink.groups,) if sink.quantity == "blocks" else arguments
+        values, reasons = self._computed(sink.quantity, watched, targets.y, *arguments)
+        self._note(reasons)
+        if values is None:
+            return self.native.accumulate(x, y, sink)
         if isinstance(sink, ProductSink):
-            return values.unsqueeze(0).to(sink.vectors)
-        return self._diagonal(computed, x, y) if isinstance(sink, DiagSink) else self._factors(computed, x, y)
+            sink.put(values.unsqueeze(0).to(sink.vectors))
+        elif isinstance(sink, BlockSink):
+            blocks = [values] if sink.quantity == "full" else values
+            sink.put([block.to(self.dtype).unsqueeze(0) for block in blocks])
+        elif isinstance(self.native, OuterEngine):
+            self.native.add(watched, targets, sink, only=[i for i, reason in reasons.items() if reason])
+            origins = first_of_use(watched.plan)
+            for i, own in values.items():
+                if isinstance(sink, KronSink):
+                    self._put_factors(sink, i, origins[i], own)
+                elif isinstance(sink, DiagSink):
+                    sink.put_tensor(i, own.to(self.dtype))
+        return self.native.summary(watched.f, targets)
 
-    def _diagonal(self, computed: _Computed, x: Inputs, y: Tensor) -> Tensor:
-        parts: dict[int, Tensor] = {i: values.to(self.dtype) for i, values in computed.values.items()}
-        if computed.rest:
-            rest = self._native_of(computed.rest)
-            values = rest.diag(x, y)[1][0]
-            parts |= dict(zip(computed.rest, rest.problem.layout.split(values), strict=True))
-        return torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
-
-    def _factors(self, computed: _Computed, x: Inputs, y: Tensor) -> KronParts:
-        factors: dict[str, Factor] = {}
-        blocks: dict[int, KronBlock] = {}
-        for i, layer in computed.values.items():
-            sides, blocks[i] = self._kron_block(i, computed.origins[i], layer)
-            factors |= sides
-        if computed.rest:
-            parts = self._native_of(computed.rest).kron(x, y)[1]
-            factors |= {_renamed(key, computed.rest): factor for key, factor in parts.every.items()}
-            blocks |= {
-                i: _renumbered(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)
-            }
-        return KronParts.made_of(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
+    def _put_factors(self, sink: KronSink, slot: int, origin: int, layer: LayerFactors) -> None:
+        """Factors of a tensor, restricted to the random entries, under the keys of the native engine."""
+        picked, output, inputs = self.problem.slots[slot].selection, layer.output, layer.inputs
+        if picked is not None:
+            output = _square(output, picked.rows)
+            inputs = None if inputs is None else _square(inputs, picked.cols)
+        out = f"out:{origin}" if picked is None else f"own:{slot}"
+        count = torch.tensor(float(layer.positions), dtype=self.dtype, device=output.device)
+        factors: dict[str, Factor] = {out: output.to(self.dtype)[None, None], f"positions:{slot}": count}
+        if inputs is not None:
+            factors[f"in:{slot}"] = inputs.to(self.dtype).unsqueeze(0)
+        sink.put_block(slot, KronBlock(
+            "kron", self.problem.slots[slot].size, out, None if inputs is None else f"in:{slot}", f"positions:{slot}",
+            index=None if picked is None else picked.index,
+        ), factors)  # fmt: skip
 
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
@@ -300,8 +272,7 @@ class PackageEngine(CurvatureEngine):
             yield from self.native.jacobian(x)
             return
         n_data, outputs = watched.f.shape
-        per_datum = outputs * self.problem.layout.n_params * self.dtype.itemsize
-        step = max(1, self.native.memory_budget // per_datum)
+        step = max(1, self.native.memory_budget // (outputs * self.problem.layout.n_params * self.dtype.itemsize))
 
         def jacobian_of(part: slice) -> tuple[Inputs, Tensor, Tensor | None]:
             whole = part == slice(0, n_data)
@@ -316,57 +287,42 @@ class PackageEngine(CurvatureEngine):
                 yield Jacobian.from_dense(values.to(self.dtype), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
-        if not self._reasons:
-            return {}
-        known = self.native.coverage()
+        known, names = self.native.coverage(), [slot.name for slot in self.problem.slots]
         return {
-            slot.name: f"{known.get(slot.name, 'native')}, not {self.package} ({reason})" if reason else self.package
-            for slot, reason in zip(self.problem.slots, (self._reasons[i] for i in sorted(self._reasons)), strict=True)
+            names[i]: f"{known.get(names[i], 'native')}, not {self.package} ({reason})" if reason else self.package
+            for i, reason in self._reasons.items()
         }
 
     # The package's part of a batch.
 
-    def _by_package(self, primitive: str, x: Inputs, y: Tensor, *arguments: Any) -> _Computed | None:
-        """Calls the package; None where nothing of this batch is its."""
-        everything = range(len(self.problem.slots))
-        if primitive not in self.computes():
-            self._note(dict.fromkeys(everything, f"it has no {primitive}"))
-            return None
-        watched, targets = self._watch(x, y)
-        values, reasons = self._computed(primitive, watched, targets.y, *arguments)
-        self._note(reasons)
-        if values is None:
-            return None
-        rest = tuple(i for i, reason in reasons.items() if reason)
-        return _Computed(self.native.summary(watched.f, targets), values, rest, first_of_use(watched.plan))
-
     def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
-        """Values of the package, or None, and reasons why tensors are not its (empty where they are)."""
-        everything = range(len(self.problem.slots))
-        reasons = self._checked(primitive, watched, y)
-        if len(reasons) == len(everything):
+        """Values of the package, or None, and reasons why tensors are not its (empty where they are), in order."""
+        common = self._common_obstacle(watched, y)
+        reasons = self.obstacles(primitive, watched) if common is None else self._everything(common)
+        if reasons and primitive in _WHOLE:
+            reasons = self._everything(next(iter(reasons.values()))) | reasons
+        own = [i for i in range(len(self.problem.slots)) if i not in reasons]
+        if not own:
             return None, reasons
-        chosen = [i for i in everything if i not in reasons]
         try:
             with (
                 preserve_model(self.problem.module),
-                undisturbed_by_warnings(),
+                warnings.catch_warnings(),  # packages call deprecated functions of PyTorch
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
-                batch = copied_batch(watched, watched.f if y is None else self._readable(y))
-                extra = (chosen,) if primitive not in _WHOLE else arguments
-                values = self.computes()[primitive](batch, *extra)
+                warnings.simplefilter("ignore")
+                classes = None if y is None else classes_of(y, self.likelihood)  # packages read no soft labels
+                batch = copied_batch(watched, watched.f if y is None else y if classes is None else classes)
+                values = self.computes()[primitive](batch, *(arguments if primitive in _WHOLE else (own,)))
         except _FAILURES as error:
             if ran_out(error):
                 raise
-            return None, dict.fromkeys(everything, _first_line(error))
-        return values, dict(sorted((reasons | dict.fromkeys(chosen, "")).items()))
+            return None, self._everything(_first_line(error))
+        return values, dict(sorted((reasons | dict.fromkeys(own, "")).items()))
 
-    def _readable(self, y: Tensor) -> Tensor:
-        """Checked targets as packages read them: any class stands for a soft label where no quantity depends on it."""
-        classes = classes_of(y, self.likelihood)
-        return y if classes is None else classes
+    def _everything(self, reason: str) -> Reasons:
+        return dict.fromkeys(range(len(self.problem.slots)), reason)
 
     def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Observed]:
         """A captured pass of the network itself, with checked targets."""
@@ -378,18 +334,6 @@ class PackageEngine(CurvatureEngine):
         watched = ForwardPass(self.problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)
 
-    def _checked(self, primitive: str, watched: ForwardPass, y: Tensor | None) -> Reasons:
-        """Reasons why tensors are not the package's, in the order of their indices."""
-        everything = range(len(self.problem.slots))
-        common = self._common_obstacle(watched, y)
-        if common is not None:
-            return dict.fromkeys(everything, common)
-        reasons = self.obstacles(primitive, watched)
-        if reasons and primitive in _WHOLE:
-            first = next(iter(reasons.values()))
-            return {i: reasons.get(i, first) for i in everything}
-        return {i: reasons[i] for i in sorted(reasons)}
-
     def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
         """The reason why a batch is none for any package, or None."""
         if watched.positions:
@@ -400,7 +344,7 @@ class PackageEngine(CurvatureEngine):
             return "one noise per output"
         if y is not None and ignored is not None and y.ndim == 1 and bool((y == ignored).any()):
             return "ignored labels"
-        if y is not None and self.kind != GGNEngine.kind and classes_of(y, self.likelihood) is not None:
+        if y is not None and self.kind != "ggn" and classes_of(y, self.likelihood) is not None:
             return "soft labels"
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             return "tensors of several dtypes or devices"
@@ -410,65 +354,36 @@ class PackageEngine(CurvatureEngine):
         """Remembers for `coverage` what was routed, in any batch, to the native engine."""
         self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
 
-    def _native_of(self, slots: tuple[int, ...]) -> NativeEngine:
-        """The native engine of some of the tensors."""
-        if slots not in self._rest:
-            some = tuple(self.problem.slots[i] for i in slots)
-            options = replace(self.options, generator=self.native.generator)  # draws go on
-            self._rest[slots] = self.native_type(replace(self.problem, slots=some), self.likelihood, options)
-        return self._rest[slots]
-
-    def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
-        """Factors of a tensor by key, restricted to the random entries, under the keys of the native engine."""
-        dtype, size = self.dtype, self.problem.slots[slot].size
-        picked = self.problem.slots[slot].selection
-        output, inputs = layer.output.to(dtype), None if layer.inputs is None else layer.inputs.to(dtype)
-        if picked is not None:
-            output = _square(output, picked.rows)
-            inputs = None if inputs is None else _square(inputs, picked.cols)
-        out = f"out:{origin}" if picked is None else f"own:{slot}"
-        positions = torch.tensor(float(layer.positions), dtype=dtype, device=output.device)
-        factors = {out: output[None, None], f"positions:{slot}": positions}
-        key = None if inputs is None else f"in:{slot}"
-        if inputs is not None:
-            factors[f"in:{slot}"] = inputs.unsqueeze(0)
-        index = None if picked is None else picked.index
-        return factors, KronBlock("kron", size, out, key, f"positions:{slot}", index=index)
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """The package's part of a batch."""
-
-    summary: BatchSummary  # The batch's other contributions
-    values: Any  # Returned by its function
-    rest: tuple[int, ...]  # Tensors that are the native engine's
-    origins: list[int]  # The first tensor of the same layer's use
-
 
 def missing(name: str, install: str, error: ImportError) -> MissingDependency:
     """The error for an optional package that cannot be imported, with what installs it and leaves PyTorch alone."""
     return MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}")
 
 
-@contextmanager
-def undisturbed_by_warnings() -> Iterator[None]:
-    """Silences what packages cause: deprecated functions of PyTorch, and its notes on batching."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def reuse(watched: ForwardPass) -> Reasons:
+def without_one_use(watched: ForwardPass) -> Reasons:
     """Tensors that are not explained by one use of one layer."""
     reasons: Reasons = {}
     for i, rule in enumerate(watched.plan):
         if rule.description == "unused":
             reasons[i] = "the batch does not use it"
-        elif len(rule.uses) != 1:
-            reasons[i] = "several uses" if rule.uses else "no layer rule"
-        elif isinstance(watched.capture.calls[rule.uses[0].call].by, FunctionCall):
+        elif len(rule.uses) > 1:
+            reasons[i] = "several uses"
+        elif not rule.uses or isinstance(watched.capture.calls[rule.uses[0].call].by, FunctionCall):
             reasons[i] = "no layer rule"
+    return reasons
+
+
+def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
+    """Reasons why tensors are not a package's: not one use of one layer, data in another dimension, or a fault."""
+    reasons = without_one_use(watched)
+    for i, rule in enumerate(watched.plan):
+        if i in reasons:
+            continue
+        call = watched.capture.calls[rule.uses[0].call]
+        if rule.uses[0].axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
+            reasons[i] = "the data are not in the first dimension of a layer's inputs"
+        elif reason := fault(call):
+            reasons[i] = reason
     return reasons
 
 
@@ -481,32 +396,3 @@ def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     words = text[0] if text else type(error).__name__
     return words if isinstance(error, CurvatureError) else f"{type(error).__name__}: {words[:80]}"
-
-
-def _renamed(key: str, slots: tuple[int, ...]) -> str:
-    """The key of a factor of some of the tensors, with their indices among all."""
-    kind, _, index = key.partition(":")
-    return f"{kind}:{slots[int(index)]}"
-
-
-def _renumbered(block: KronBlock, slots: tuple[int, ...]) -> KronBlock:
-    def named(key: str | None) -> str | None:
-        return None if key is None else _renamed(key, slots)
-
-    output = _renamed(block.output, slots)
-    return replace(block, output=output, input=named(block.input), positions=named(block.positions))
-
-
-def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
-    """Reasons why tensors are not a package's: not one use of one layer, data in another dimension, or a fault."""
-    reasons = reuse(watched)
-    for i, rule in enumerate(watched.plan):
-        if i in reasons:
-            continue
-        use = rule.uses[0]
-        call = watched.capture.calls[use.call]
-        if use.axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
-            reasons[i] = "the data are not in the first dimension of a layer's inputs"
-        elif reason := fault(call):
-            reasons[i] = reason
-    return reasons

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,39 +42,33 @@ class SeenBatch(NamedTuple):
     y: Tensor  # Checked targets, one for every row
     versions: tuple[int, int]  # Numbers of writes to features and targets so far
 
-    @property
-    def is_same(self) -> bool:
-        """True if neither features nor targets were written to since."""
-        return self.versions == (self.features._version, self.y._version)
-
 
 class HeadMemory:
     """Batches as a fit saw them: references to tensors that were made for it, of which nothing is copied."""
 
     def __init__(self) -> None:
         self._batches: list[SeenBatch] = []
-        self._storages: set[int] = set()
+        self._storages: set[int] = set()  # of which features may be a part: a loader's own inputs, say
         self._n_bytes = 0
 
     def add(self, features: Tensor, f: Tensor, y: Tensor) -> None:
         """Keeps a batch; with the first that is too much, all are let go, and none is kept from then on."""
         if self._n_bytes > _MAX_KEPT_BYTES:
             return
-        storage = features.untyped_storage()  # of which the features may be a part: a loader's own inputs, say
-        if storage.data_ptr() not in self._storages:
-            self._storages.add(storage.data_ptr())
-            self._n_bytes += storage.nbytes()
-        self._n_bytes += f.nbytes
+        storage = features.untyped_storage()
+        self._n_bytes += f.nbytes + (0 if storage.data_ptr() in self._storages else storage.nbytes())
+        self._storages.add(storage.data_ptr())
         if features.is_inference() or y.is_inference():  # of which no write is counted
             self._n_bytes = _MAX_KEPT_BYTES + 1
         if self._n_bytes > _MAX_KEPT_BYTES:
             self._batches.clear()
-            return
-        self._batches.append(SeenBatch(features, f, y, (features._version, y._version)))
+        else:
+            self._batches.append(SeenBatch(features, f, y, (features._version, y._version)))
 
     def batches(self) -> Sequence[SeenBatch]:
         """The batches that were kept; none if one was written to since, as users may do with inputs of a loader."""
-        return self._batches if all(batch.is_same for batch in self._batches) else ()
+        same = all(batch.versions == (batch.features._version, batch.y._version) for batch in self._batches)
+        return self._batches if same else ()
 
 
 MEMORY_BUDGET = 2**30
@@ -167,26 +161,24 @@ class OutputCurvature:
     n_positions: int  # Rows of a datum; 1 of outputs without positions
 
 
-class LinearMap(Protocol):
+class LinearMap(ABC):
     """The outputs of a batch as a linear function of the random entries, J, and its transpose."""
 
+    is_lasting: ClassVar[bool] = True
+    """True of numbers, which are worth their memory; False of a graph, which holds activations several times."""
+
     @property
+    @abstractmethod
     def n_bytes(self) -> int:
         """Bytes that it holds, about."""
-        ...
 
-    @property
-    def is_lasting(self) -> bool:
-        """True of numbers, which are worth their memory; False of a graph, which holds activations several times."""
-        ...
-
+    @abstractmethod
     def push(self, vectors: Tensor) -> Tensor:
         """J v, `[R, B, C]`, of v `[R, P]`."""
-        ...
 
+    @abstractmethod
     def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
         """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`, in place."""
-        ...
 
 
 class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engine)

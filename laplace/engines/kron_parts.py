@@ -225,15 +225,6 @@ class KronParts:
         thin = {key: side.scaled(factor) for key, side in self.thin.items()}
         return KronParts({key: factor * value for key, value in self.factors.items()}, self.blocks, thin)
 
-    def times(self, probe: Probe) -> KronParts:
-        """The factors of products multiplied with a probe; counts and numbers of positions as they are."""
-        products: dict[str, Tensor] = {}
-        for block in self.blocks:
-            for key in block.reads if block.kind == "kron" else ():
-                factor = self.matrix(key)
-                products[key] = factor if factor.ndim < 3 else factor @ probe(key, *factor.shape[-3:-1]).to(factor)
-        return KronParts(products, self.blocks)
-
     def kfacs(self) -> list[list[Tensor]]:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         result: list[list[Tensor]] = []

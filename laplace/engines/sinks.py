@@ -32,7 +32,7 @@ from laplace.engines.kron_parts import (
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, total
 from laplace.jacobian.full_sum import MatrixSum
-from laplace.jacobian.heads import Head, HeadBlock, as_head, unrotated
+from laplace.jacobian.heads import Head, HeadBlock, unrotated
 from laplace.jacobian.outer import FactoredBlock
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian
@@ -149,8 +149,8 @@ class DiagSink(Sink):
 
     def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
         """Those that are heads in their bases as well, in these."""
-        in_basis = {i: as_head(self._in_basis(i, block)) for i, block in heads.items()}
-        return {i: head for i, head in in_basis.items() if head is not None}
+        in_basis = {i: self._in_basis(i, block) for i, block in heads.items()}
+        return {i: block for i, block in in_basis.items() if isinstance(block, Head)}
 
     def _in_basis(self, slot: int, block: Block) -> Block:
         return block if self.bases is None else self.bases[slot].project(block)
@@ -173,6 +173,10 @@ class DiagSink(Sink):
 
     def put(self, values: Tensor) -> None:
         self._values = values if self._values is None else self._values.add_(values)
+
+    def put_tensor(self, slot: int, values: Tensor) -> None:
+        """Adds the diagonal of one tensor, `[p]`, of a batch that was begun."""
+        self.values[:, self._slices[slot]] += values
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         if self.bases is not None:
@@ -323,14 +327,26 @@ class KronSink(Sink):
         self.probe = probe
         self.factors: dict[str, Factor] = {}
         self.blocks: dict[int, KronBlock] = {}
-        self._parts: KronParts | None = None
 
     def begin(self, form: BatchForm) -> None:
         self.problem, self.n_terms, self.dtype, self.reduce = form.problem, form.n_terms, form.dtype, form.reduce
         self.sources = form.sources()
 
     def put(self, values: KronParts) -> None:
-        self._parts = values if self.probe is None else values.times(self.probe)
+        factors = values.every if self.probe is None else values.dense().factors
+        for slot, block in enumerate(values.blocks):
+            self.put_block(slot, block, {key: factors[key] for key in block.reads if key in factors})
+
+    def put_block(self, slot: int, block: KronBlock, factors: Mapping[str, Factor]) -> None:
+        """Puts down the block of a tensor with the factors that it reads, as a package or a user has computed them."""
+        self.blocks[slot] = block
+        if self.probe is None:
+            self.factors |= factors
+        elif block.kind == "kron":
+            for key, factor in factors.items():
+                if isinstance(factor, Tensor) and factor.ndim > 2:  # a side, and no number of positions
+                    factor = factor @ self.probe(key, *factor.shape[-3:-1]).to(factor)
+                self.factors[key] = factor
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         seen: set[str] = set()
@@ -449,9 +465,7 @@ class KronSink(Sink):
 
     def result(self) -> KronParts:
         """All factors of the batch."""
-        if self._parts is not None:
-            return self._parts
-        return KronParts.made_of(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))
+        return KronParts.made_of(self.factors, tuple(self.blocks[i] for i in sorted(self.blocks)))
 
 
 def _add_terms(total: Tensor, values: Tensor, first: int) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -158,11 +158,6 @@ class TensorShape:
         return 2 * min(by_position, multiplied_out if self.positions > 1 else by_position)
 
     @property
-    def output_side(self) -> int:
-        """Entries of the output side of a Kronecker product, G·O²."""
-        return self.groups * self.n_outputs**2
-
-    @property
     def input_side(self) -> int:
         """Entries of its input side, G·I², or I counts."""
         if self.is_bias:
@@ -170,27 +165,38 @@ class TensorShape:
         return self.n_inputs if self.indexed else self.groups * self.n_inputs**2
 
 
+BLOCKS: Registry[type[Block]] = Registry("kind of block")
+"""Blocks that states hold, by name."""
+
+
 class Block(ABC):
     """Jacobian `[K, B, p]` with respect to the random entries of one tensor.
 
-    A new block gives its sizes, `dense` and `at`, and is right everywhere. Where factors are less work than dense
-    values, it overrides the contractions, and what keeps the factors: selections, folds, states.
+    A new block gives its sizes (`dims`), `dense` and `at`, and is right everywhere. Where factors are less work than
+    dense values, it overrides the contractions, and what keeps the factors: selections, folds, states.
     """
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of entries p."""
+    kind: ClassVar[str] = ""  # Its name among `BLOCKS`, if states hold its fields
 
     @property
     @abstractmethod
+    def dims(self) -> tuple[int, int, int]:
+        """K, B and p: the shape of `dense`."""
+
+    @property
     def n_cotangents(self) -> int:
         """Number of cotangents K."""
+        return self.dims[0]
 
     @property
-    @abstractmethod
     def n_data(self) -> int:
         """Number of data B."""
+        return self.dims[1]
+
+    @property
+    def size(self) -> int:
+        """Number of entries p."""
+        return self.dims[2]
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -254,12 +260,20 @@ class Block(ABC):
 
     def state(self) -> dict[str, Any]:
         """A detached block as tensors, numbers and strings, its `kind` among `BLOCKS` among them."""
-        return DenseBlock(self.dense()).state()
+        if not self.kind:
+            return DenseBlock(self.dense()).state()
+        names = [field.name for field in fields(cast("Any", self)) if field.init]
+        return {"kind": self.kind} | {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Block:
         """The block of a state of this kind."""
         return cls(**{name: value for name, value in state.items() if name != "kind"})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("kind"):
+            BLOCKS.register(cls.kind)(cls)
 
     # What it is made of.
 
@@ -380,10 +394,6 @@ class Block(ABC):
         return result
 
 
-BLOCKS: Registry[type[Block]] = Registry("kind of block")
-"""Blocks that states hold, by name."""
-
-
 def from_state(state: Mapping[str, Any]) -> Block:
     """The block of a state."""
     if state["kind"] not in BLOCKS:
@@ -405,18 +415,12 @@ class DenseBlock(Block):
     """A block that is held multiplied out: small tensors, and parameters without a layer rule."""
 
     values: Tensor  # `[K, B, p]`
+    kind = "dense"
 
     @property
-    def size(self) -> int:
-        return self.values.shape[2]
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def n_data(self) -> int:
-        return self.values.shape[1]
+    def dims(self) -> tuple[int, int, int]:
+        n_cotangents, n_data, size = self.values.shape
+        return n_cotangents, n_data, size
 
     def dense(self) -> Tensor:
         return self.values
@@ -427,27 +431,17 @@ class DenseBlock(Block):
     def cast(self, dtype: torch.dtype) -> DenseBlock:
         return DenseBlock(self.values.to(dtype))
 
-    def state(self) -> dict[str, Any]:
-        return {"kind": "dense", "values": self.values}
-
 
 @dataclass(frozen=True)
 class SumBlock(Block):
     """A tensor used several times: contributions of one datum add up before anything is squared."""
 
     parts: tuple[Block, ...]
+    kind = "sum"
 
     @property
-    def size(self) -> int:
-        return self.parts[0].size
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.parts[0].n_cotangents
-
-    @property
-    def n_data(self) -> int:
-        return self.parts[0].n_data
+    def dims(self) -> tuple[int, int, int]:
+        return self.parts[0].dims
 
     @property
     def terms(self) -> tuple[Block, ...]:
@@ -494,7 +488,7 @@ class SumBlock(Block):
         return self._each(lambda part: part.detached())
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "sum", "parts": [part.state() for part in self.parts]}
+        return {"kind": self.kind, "parts": [part.state() for part in self.parts]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SumBlock:
@@ -512,12 +506,8 @@ class _Wrapper(Block):
     whole: Block
 
     @property
-    def n_cotangents(self) -> int:
-        return self.whole.n_cotangents
-
-    @property
-    def n_data(self) -> int:
-        return self.whole.n_data
+    def dims(self) -> tuple[int, int, int]:
+        return self.whole.dims
 
     def bound(self) -> Tensor:
         return self.whole.bound()
@@ -531,8 +521,9 @@ class MappedBlock(_Wrapper):
     n_entries: int | None = None  # Q, at most p; None for p
 
     @property
-    def size(self) -> int:
-        return self.whole.size if self.n_entries is None else self.n_entries
+    def dims(self) -> tuple[int, int, int]:
+        n_cotangents, n_data, size = self.whole.dims
+        return n_cotangents, n_data, size if self.n_entries is None else self.n_entries
 
     def dense(self) -> Tensor:
         return self.rotate(self.whole.dense())
@@ -551,8 +542,8 @@ class PickedBlock(_Wrapper):
     index: Tensor  # Which entries, `[p]`
 
     @property
-    def size(self) -> int:
-        return len(self.index)
+    def dims(self) -> tuple[int, int, int]:
+        return self.whole.n_cotangents, self.whole.n_data, len(self.index)
 
     @property
     def gathers(self) -> bool:
@@ -623,16 +614,8 @@ class JoinedBlock(Block):
     parts: tuple[Block, ...]  # A block of every tensor, in the order of their entries
 
     @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.parts[0].n_cotangents
-
-    @property
-    def n_data(self) -> int:
-        return self.parts[0].n_data
+    def dims(self) -> tuple[int, int, int]:
+        return self.parts[0].n_cotangents, self.parts[0].n_data, sum(part.size for part in self.parts)
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts], 2)
@@ -649,21 +632,13 @@ class LazyBlock(Block):
     """A dense block whose pieces are computed when they are asked for."""
 
     compute: Callable[[slice], Tensor]  # Gives `[K, b, p]` of a slice of the data
-    dims: tuple[int, int]  # K and p
-    span: tuple[int, int]  # First and last + 1 datum of this block
+    sizes: tuple[int, int]  # K and p
+    span: tuple[int, int]  # First datum of this block, and the one after its last
     norm: Tensor  # The bound
 
     @property
-    def size(self) -> int:
-        return self.dims[1]
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.dims[0]
-
-    @property
-    def n_data(self) -> int:
-        return self.span[1] - self.span[0]
+    def dims(self) -> tuple[int, int, int]:
+        return self.sizes[0], self.span[1] - self.span[0], self.sizes[1]
 
     def dense(self) -> Tensor:
         return self.compute(slice(*self.span))
@@ -681,7 +656,7 @@ class LazyBlock(Block):
         blocks = (self, *others)
         return LazyBlock(
             compute=lambda data: torch.cat([block.at(data).dense() for block in blocks]),
-            dims=(sum(block.n_cotangents for block in blocks), self.size),
+            sizes=(sum(block.n_cotangents for block in blocks), self.size),
             span=(0, self.n_data),
             norm=torch.stack([block.bound() for block in blocks]).norm(),
         )
@@ -692,12 +667,8 @@ class LazyBlock(Block):
             skipped = rows.start % n_positions
             return by_row(self.at(data).dense(), n_positions)[:, skipped : skipped + rows.stop - rows.start]
 
-        dims = self.n_cotangents // n_positions, self.size
-        return replace(self, compute=compute, dims=dims, span=(0, self.n_data * n_positions))
-
-
-BLOCKS.register("dense")(DenseBlock)
-BLOCKS.register("sum")(SumBlock)
+        sizes = self.n_cotangents // n_positions, self.size
+        return replace(self, compute=compute, sizes=sizes, span=(0, self.n_data * n_positions))
 
 
 def at_outputs(values: Tensor, outputs: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from laplace.core.checks import all_finite
 from laplace.core.gram import add_gram, mirror
-from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape, total
-from laplace.jacobian.heads import HeadBlock, heads_alone
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape, all_of, total
+from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -346,7 +346,7 @@ class Pairs:
         for block in blocks:
             slices.append(slice(start, start + block.size))
             start += block.size
-        heads = heads_alone(blocks)
+        heads = all_of(HeadBlock, blocks)
         if heads is not None:
             return cls((_head(heads, slices),), start)
         parts: list[Part] = []

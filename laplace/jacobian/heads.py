@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import BLOCKS, CHUNK_BYTES, Block, ProductBasis, RankOne, TensorShape, all_of
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, ProductBasis, RankOne, TensorShape, all_of
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -30,18 +29,11 @@ class HeadRows(Block):
     outputs: Tensor  # The k of every datum, `[B, K]`
     n_outputs: int  # C
     is_bias: bool = False  # True for a bias
+    kind = "head rows"
 
     @property
-    def size(self) -> int:
-        return self.n_outputs * self.features.shape[1]
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.outputs.shape[1]
-
-    @property
-    def n_data(self) -> int:
-        return len(self.features)
+    def dims(self) -> tuple[int, int, int]:
+        return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
 
     # Other data, and the same values in another form.
 
@@ -62,16 +54,6 @@ class HeadRows(Block):
 
     def detached(self) -> HeadRows:
         return replace(self, features=self.features.detach().contiguous(), outputs=self.outputs.contiguous())
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "kind": "head rows", "features": self.features, "outputs": self.outputs, "n_outputs": self.n_outputs,
-            "is_bias": self.is_bias,
-        }  # fmt: skip
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> HeadRows:
-        return cls(state["features"], state["outputs"], state["n_outputs"], state["is_bias"])
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
         return (lambda: self.kernel(other)) if isinstance(other, HeadRows) else None
@@ -119,9 +101,6 @@ class HeadRows(Block):
             yield self.at(slice(start, start + step))
 
 
-BLOCKS.register("head rows")(HeadRows)
-
-
 class Head(Block):
     """A block of a layer whose outputs are the network's, in their basis or another one."""
 
@@ -144,6 +123,7 @@ class HeadBlock(Head):
     features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     n_outputs: int  # C
     is_bias: bool = False  # True for a bias
+    kind = "head"
 
     @classmethod
     def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
@@ -158,16 +138,8 @@ class HeadBlock(Head):
     # Sizes.
 
     @property
-    def size(self) -> int:
-        return self.n_outputs * self.n_inputs
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.n_outputs
-
-    @property
-    def n_data(self) -> int:
-        return self.features.shape[0]
+    def dims(self) -> tuple[int, int, int]:
+        return self.n_outputs, self.features.shape[0], self.n_outputs * self.n_inputs
 
     @property
     def n_inputs(self) -> int:
@@ -200,13 +172,6 @@ class HeadBlock(Head):
 
     def detached(self) -> HeadBlock:
         return replace(self, features=self.features.detach().contiguous())
-
-    def state(self) -> dict[str, Any]:
-        return {"kind": "head", "features": self.features, "n_outputs": self.n_outputs, "is_bias": self.is_bias}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> HeadBlock:
-        return cls(state["features"], state["n_outputs"], state["is_bias"])
 
     def rank_one(self) -> RankOne:
         return RankOne(None, self.features, self.n_outputs)
@@ -296,16 +261,8 @@ class RotatedHeadBlock(Head):
         return HeadBlock(self.features, self.basis.shape[1], self.is_bias)
 
     @property
-    def size(self) -> int:
-        return self.basis.shape[1] * self.features.shape[1]
-
-    @property
-    def n_cotangents(self) -> int:
-        return len(self.basis)
-
-    @property
-    def n_data(self) -> int:
-        return len(self.features)
+    def dims(self) -> tuple[int, int, int]:
+        return len(self.basis), len(self.features), self.basis.shape[1] * self.features.shape[1]
 
     def at(self, data: slice | Tensor) -> RotatedHeadBlock:
         return replace(self, features=self.features[data])
@@ -358,19 +315,9 @@ class RotatedHeadBlock(Head):
         return ((basis * norms.unsqueeze(1)) @ basis.T).expand(self.n_data, -1, -1)
 
 
-def as_head(block: Block) -> Head | None:
-    """The block where its layer's outputs are the network's, in any basis; else None."""
-    return block if isinstance(block, Head) else None
-
-
-def heads_alone(blocks: Sequence[Block]) -> list[HeadBlock] | None:
-    """The blocks where all are a head's, in the basis of its outputs: J = I ⊗ [φ, 1]; else None."""
-    return all_of(HeadBlock, blocks)
-
-
 def unrotated(blocks: Sequence[Head]) -> list[HeadBlock]:
     """The blocks of a head in the basis of its outputs."""
-    heads = heads_alone(blocks)
+    heads = all_of(HeadBlock, blocks)
     if heads is None:
         raise CurvatureError("a head's outer products are those in the basis of its outputs; these blocks are rotated.")
     return heads
@@ -382,6 +329,3 @@ def gradients_are(block: Block, cotangents: Tensor) -> bool:
         return False
     g = block.g[0, :, 0, 0]
     return g.numel() == cotangents.numel() and bool(torch.equal(g.flatten(), cotangents.to(g).flatten()))
-
-
-BLOCKS.register("head")(HeadBlock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from laplace.core.checks import numbers_are_known
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import (
-    BLOCKS,
     Block,
     PickedBlock,
     ProductBasis,
@@ -35,6 +34,7 @@ class IndexBlock(FactoredBlock):
     n_rows: int  # V, the number of rows of the table
     counted: Tensor  # Positions that reach the table at all, `[B, T]`: all but padding
     input_first: bool = field(default=True, init=False)
+    kind = "index"
 
     @classmethod
     def of(cls, index: Tensor, g: Tensor, n_rows: int) -> IndexBlock:
@@ -43,18 +43,12 @@ class IndexBlock(FactoredBlock):
         counted = index.new_empty(index.shape, dtype=torch.bool) if index.is_meta else index >= 0
         return cls(index, g, n_rows, counted)
 
-    # Sizes.
-
     @property
-    def size(self) -> int:
-        return self.n_rows * self.n_outputs
+    def n_inputs(self) -> int:
+        return self.n_rows
 
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
-        del inputs
-        return TensorShape(
-            self.size, factored=True, indexed=True, n_outputs=self.n_outputs, n_inputs=self.n_rows,
-            positions=self.n_positions,
-        )  # fmt: skip
+        return replace(super().shape(inputs), indexed=True)
 
     # Other data, outputs and entries.
 
@@ -89,13 +83,6 @@ class IndexBlock(FactoredBlock):
         if basis.left is not None or basis.right is None:
             return super().in_basis(basis)
         return replace(self, g=basis.right.rotate_folded(self.g))
-
-    def state(self) -> dict[str, Any]:
-        return {"kind": "index", "index": self.index, "g": self.g, "n_rows": self.n_rows, "counted": self.counted}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> IndexBlock:
-        return cls(state["index"], state["g"], state["n_rows"], state["counted"])
 
     # Factors.
 
@@ -207,6 +194,3 @@ class IndexBlock(FactoredBlock):
 def _same_rows(x: Tensor, y: Tensor) -> Tensor:
     """1 where two positions `[B, T]` and `[M, T']` read the same row, `[1, B, T, M, T']`, float64."""
     return widened((x[:, :, None, None] == y) & (x >= 0)[:, :, None, None]).unsqueeze(0)
-
-
-BLOCKS.register("index")(IndexBlock)

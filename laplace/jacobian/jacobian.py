@@ -27,16 +27,8 @@ class GroupedBlock(Block):
     group_size: int  # n
 
     @property
-    def size(self) -> int:
-        return self.whole.size
-
-    @property
-    def n_cotangents(self) -> int:
-        return self.group_size * self.whole.n_cotangents
-
-    @property
-    def n_data(self) -> int:
-        return self.whole.n_data // self.group_size
+    def dims(self) -> tuple[int, int, int]:
+        return self.group_size * self.whole.n_cotangents, self.whole.n_data // self.group_size, self.whole.size
 
     def _grouped(self, values: Tensor) -> Tensor:
         """Values `[K, b·n, …]` as `[n·K, b, …]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import (
-    BLOCKS,
     CHUNK_BYTES,
     Block,
     PickedBlock,
@@ -89,12 +88,29 @@ class FactoredBlock(Block):
         return self.gradients.shape[4]
 
     @property
+    @abstractmethod
+    def n_inputs(self) -> int:
+        """Number of inputs I of a group; 1 of a bias."""
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        return self.g.shape[0], self.g.shape[1], self.groups * self.n_outputs * self.n_inputs
+
+    # Without a look at the inputs:
+
+    @property
     def n_cotangents(self) -> int:
         return self.g.shape[0]
 
     @property
     def n_data(self) -> int:
         return self.g.shape[1]
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        return TensorShape(
+            self.size, factored=True, groups=self.groups, n_outputs=self.n_outputs, n_inputs=self.n_inputs,
+            positions=self.n_positions,
+        )  # fmt: skip
 
     @property
     def product(self) -> FactoredBlock:
@@ -184,30 +200,21 @@ class OuterBlock(FactoredBlock):
     # g are the layer's output gradients in patches, and not those of its bias: transposed convolutions
     unfolded: bool = False
     counted: Tensor | None = None  # Positions that count, `[B, T]`, of which others hold zeros; None for all
+    kind = "outer"
 
     # Sizes.
 
     @property
     def n_inputs(self) -> int:
-        """Number of inputs I of a group."""
         return 1 if self.a is None else self.a.shape[3]
 
-    @property
-    def size(self) -> int:
-        return self.groups * self.n_outputs * self.n_inputs
-
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
-        return TensorShape(
-            self.size, factored=True, groups=self.groups, n_outputs=self.n_outputs, n_inputs=self.n_inputs,
-            positions=self.n_positions, is_bias=self.a is None, copied=self._copied(inputs),
-        )  # fmt: skip
-
-    def _copied(self, inputs: Sequence[Tensor]) -> int:
-        """Bytes of inputs that are no views of those of the layer: of patches all, though not always held at once."""
-        if isinstance(self.a, Patches):
-            return self.a.n_bytes
-        a = self.a
-        return 0 if a is None or any(a is x or a._base is x for x in inputs) else a.untyped_storage().nbytes()
+        a, copied = self.a, 0
+        if isinstance(a, Patches):
+            copied = a.n_bytes  # though not all are held at once
+        elif a is not None and not any(a is x or a._base is x for x in inputs):
+            copied = a.untyped_storage().nbytes()  # they are no view of the layer's
+        return replace(super().shape(inputs), is_bias=a is None, copied=copied)
 
     # Inputs as a tensor: patches are unfolded.
 
@@ -300,11 +307,7 @@ class OuterBlock(FactoredBlock):
 
     def state(self) -> dict[str, Any]:
         layout = {"input_first": self.input_first, "unfolded": self.unfolded}
-        return {"kind": "outer", "a": self.inputs, "g": self.g, **layout}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> OuterBlock:
-        return cls(state["a"], state["g"], input_first=state["input_first"], unfolded=state["unfolded"])
+        return {"kind": self.kind, "a": self.inputs, "g": self.g, **layout}
 
     # Factors.
 
@@ -517,6 +520,3 @@ class OuterBlock(FactoredBlock):
             outputs = torch.einsum("btgi,sgoi->sbtgo", part.inputs, steps)
             parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
         return torch.cat(parts, 1)
-
-
-BLOCKS.register("outer")(OuterBlock)

@@ -43,16 +43,8 @@ class SparseBlock(Block):
     target: Tensor
 
     @property
-    def size(self) -> int:
-        return len(self.source)
-
-    @property
-    def n_cotangents(self) -> int:
-        return len(self.g)
-
-    @property
-    def n_data(self) -> int:
-        return len(self.a)
+    def dims(self) -> tuple[int, int, int]:
+        return len(self.g), len(self.a), len(self.source)
 
     def dense(self) -> Tensor:
         return (self.g[..., self.target] * self.a[..., self.source]).sum(2)

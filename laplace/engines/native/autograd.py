@@ -6,9 +6,10 @@ slower kernel); on networks of matrix products the vectorised pass wins.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -125,23 +126,19 @@ def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
     return torch.stack([torch.zeros_like(nonzero[0]) if g is None else g for g in gradients])
 
 
-def differentiable(module: nn.Module, *, twice: bool) -> AbstractContextManager[object]:
+@contextmanager
+def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
     """Within it gradients of the network are dense, true derivatives, and differentiable again where that is asked.
 
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
     say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
-    and of its fused weight norm wrong ones.
+    and of its fused weight norm wrong ones. `twice` also serves gradients that are vectorised over data.
     """
-    if twice:
-        return _differentiable_twice()
     tables = [table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag))]
-    is_special = any(table.sparse or table.scale_grad_by_freq for table in tables)
-    return _Rewritten(twice=False) if is_special else nullcontext()
-
-
-@contextmanager
-def _differentiable_twice() -> Iterator[None]:
-    with sdpa_kernel(SDPBackend.MATH), _Rewritten(twice=True):
+    if twice or any(table.sparse or table.scale_grad_by_freq for table in tables):
+        with sdpa_kernel(SDPBackend.MATH) if twice else nullcontext(), _Rewritten(twice=twice):
+            yield
+    else:
         yield
 
 
@@ -156,13 +153,19 @@ class _Rewritten(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return _embedding_bag(*args, twice=self.twice, **kwargs)
+        if func in _TABLES:
+            given = _TABLES[func].bind(*args, **kwargs)
+            given.arguments |= {"scale_grad_by_freq": False, "sparse": False}
+            if func is F.embedding_bag and self.twice:
+                given.apply_defaults()
+                return _embedding_bag(**given.arguments)
+            return func(*given.args, **given.kwargs)
         if func is torch._weight_norm and self.twice:
             return _weight_norm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+_TABLES = {table: inspect.signature(table) for table in (F.embedding, F.embedding_bag)}
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -170,40 +173,19 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return g * v / torch.linalg.vector_norm(v, dim=others, keepdim=True)
 
 
-def _embedding(
+def _embedding_bag(
     input: Tensor,  # noqa: A002 - the names of PyTorch's function
     weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    offsets: Tensor | None,
+    max_norm: float | None,
+    norm_type: float,
+    mode: str,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    padding_idx: int | None,
+    **_: object,
 ) -> Tensor:
-    del scale_grad_by_freq, sparse
-    return F.embedding(input, weight, padding_idx, max_norm, norm_type)
-
-
-def _embedding_bag(
-    input: Tensor,  # noqa: A002
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-    *,
-    twice: bool,
-) -> Tensor:
-    del scale_grad_by_freq, sparse
-    if not twice:
-        return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, False, mode, False, per_sample_weights,
-            include_last_offset, padding_idx
-        )  # fmt: skip
+    """`F.embedding_bag` by operations that have second derivatives."""
     counted = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         counted = input != (padding_idx if padding_idx >= 0 else padding_idx + len(weight))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ class NativeEngine(CurvatureEngine):
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         batch = self.forward(x, create_graph=create_graph)
-        if len(batch.heads()) < len(batch.plan):
+        if len(batch.heads) < len(batch.plan):
             return None
         return [(batch.jacobian(), batch.at_outputs())]
 
@@ -176,10 +177,17 @@ class NativeEngine(CurvatureEngine):
         )  # fmt: skip
 
     def _profile(self, batch: ForwardPass) -> BatchProfile:
+        """By shapes, without the graph, which is held by now."""
         columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
         columns *= batch.capture.n_positions if batch.mixes and self.separates_positions else 1
-        refused = batch.mixes and columns > self.max_passes
-        return batch.profile(n_columns=columns, n_terms=terms, product_budget=self._product_budget, refused=refused)
+        return BatchProfile(
+            layout=self.problem.layout, tensors=batch.shapes(), n_data=batch.n_data if batch.mixes else len(batch.f),
+            n_outputs=batch.f.shape[1], n_columns=columns, n_terms=terms, itemsize=self.dtype.itemsize,
+            graph=0, widest=0, gradients=batch.bytes_per_cotangent() // 2, budget=self.memory_budget,
+            product_budget=self._product_budget, loop=batch.capture.loop,
+            refused=batch.mixes and columns > self.max_passes,
+            inputs=sum(tensor.nbytes for tensor in batches.tensors(batch.x)),
+        )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
@@ -210,7 +218,7 @@ class NativeEngine(CurvatureEngine):
                     plan = self._prove(capture, x, ladder=False)
                     capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
                 if plan is None:
-                    plan = self._prove(capture, x)
+                    plan = self._prove(capture, x) or ()
                 self._remember(self._form(capture, x), plan)
             self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
             return ForwardPass(self.problem, x, capture, plan, self.memory_budget, widest)
@@ -257,31 +265,25 @@ class NativeEngine(CurvatureEngine):
         self._observed, self._loop = True, loop
         return again
 
-    @overload
-    def _prove(self, capture: Capture, x: Inputs) -> Plan: ...
-
-    @overload
-    def _prove(self, capture: Capture, x: Inputs, *, ladder: bool) -> Plan | None: ...
-
     def _prove(self, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
-        n_data = len(capture.f)
+        prove = partial(proven_plan, self.problem, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
-            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
-        if n_data > 1:
-            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
+            return make_plan(self.problem, capture, x, ladder=ladder)
+        if len(capture.f) > 1:
+            return prove(capture, x)
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=capture.f.device), 1)
             pair = self._capture(twice)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
             if ran_out(error):
                 raise
-            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
+            return prove(capture, x)
         if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
-            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
-        plan = proven_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+            return prove(capture, x)
+        plan = prove(pair, twice, repeated=True)
         if plan is not None and not holds(plan, self.problem, capture, Explained.HERE):
-            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
+            return prove(capture, x)
         routing = Routing(capture)
         return plan and tuple(replace(rule, uses=routing.rerouted(rule.uses)) for rule in plan)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge
+from torch.autograd.graph import disable_saved_tensors_hooks, get_gradient_edge
 from torch.func import vmap
 from torch.nn.modules.module import _global_forward_hooks
 
@@ -24,7 +24,6 @@ from laplace.engines.native.autograd import differentiable, pull, slow_batching_
 from laplace.engines.native.functions import FunctionCall, LayerCall, Observer
 from laplace.engines.native.graph import Graph
 from laplace.engines.native.rules import BatchAxis, RoutedRows, class_with_rule, rule_for
-from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
 from laplace.jacobian.heads import HeadBlock
@@ -55,6 +54,10 @@ def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
         for _, module, key in places
         if id(module._parameters[key]) in where
     ]
+
+
+_VIEWING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
+"""Beginnings of the names of autograd's nodes that only rearrange."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,28 +114,32 @@ class Capture:
 
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
-        return frozenset(n for n, call in enumerate(self.calls) if self._is_head(call))
+        f, edge = self.f, get_gradient_edge(self.f)
 
-    def _is_head(self, call: LayerCall) -> bool:
-        f = self.f
-        if not isinstance(call.by, nn.Module) and not call.by.whole:
-            return False
-        if self.reduced and call.x.ndim > 2:
-            return True
-        if f.grad_fn is None or call.shape.numel() != f.numel():
-            return False
-        if self.positions:
-            return call.edge.node in self._behind_views
-        return call.shape == f.shape and call.edge == self._edge
+        def is_head(call: LayerCall) -> bool:
+            if not isinstance(call.by, nn.Module) and not call.by.whole:
+                return False
+            if self.reduced and call.x.ndim > 2:
+                return True
+            if f.grad_fn is None or call.shape.numel() != f.numel():
+                return False
+            if self.positions:
+                return call.edge.node in self._behind_views
+            return call.shape == f.shape and call.edge == edge
 
-    @cached_property
-    def _edge(self) -> GradientEdge:
-        """The place of f in autograd's graph."""
-        return get_gradient_edge(self.f)
+        return frozenset(n for n, call in enumerate(self.calls) if is_head(call))
 
     @cached_property
     def _behind_views(self) -> set[object]:
-        return _behind_views(self.f)
+        """The nodes that f is a rearrangement of, itself included."""
+        nodes: set[object] = set()
+        node = self.f.grad_fn
+        while node is not None:
+            nodes.add(node)
+            if not node.name().startswith(_VIEWING) or len(node.next_functions) != 1:
+                break
+            node = node.next_functions[0][0]
+        return nodes
 
     def keeps_rows(self, call: int) -> bool:
         """True if rows of a call's output stay by themselves up to the outputs, whatever the data."""
@@ -160,15 +167,16 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
     again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
     """
+    run = partial(_recorded, problem, x, loop=loop, create_graph=create_graph, observed=observed)
     if problem.processes is not None:
-        return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+        return run()
     try:
         with disable_saved_tensors_hooks(COMPUTED_AGAIN):
-            return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
+            return run()
     except RuntimeError as error:
         if COMPUTED_AGAIN not in str(error):
             raise
-    return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed, keeps=False)
+    return run(keeps=False)
 
 
 def _recorded(
@@ -225,22 +233,6 @@ def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -
         differentiable(problem.module, twice=create_graph),
     ):
         yield
-
-
-_VIEWING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
-"""Beginnings of the names of autograd's nodes that only rearrange."""
-
-
-def _behind_views(f: Tensor) -> set[object]:
-    """The nodes that f is a rearrangement of, itself included."""
-    nodes: set[object] = set()
-    node = f.grad_fn
-    while node is not None:
-        nodes.add(node)
-        if not node.name().startswith(_VIEWING) or len(node.next_functions) != 1:
-            break
-        node = node.next_functions[0][0]
-    return nodes
 
 
 def require_whole_of(problem: Problem) -> None:
@@ -354,51 +346,38 @@ def block_of(
     problem: Problem,
     slot: int,
     uses: Sequence[UseOfParameter],
-    calls: Sequence[LayerCall],
+    capture: Capture,
     gradients: Mapping[int, Tensor] | Sequence[Tensor],
-    n_data: int,
-    dtype: torch.dtype,
     activations: Activations | None = None,
 ) -> Block:
     """The block of one slot from its uses and the gradients `[K, *output shape]` of their calls.
 
     `activations` keeps what does not depend on the cotangents from one call to the next.
     """
+    calls, n_data, dtype = capture.calls, len(capture.f), torch.promote_types(problem.dtype, torch.float32)
     memory = {} if activations is None else activations
     blocks: list[Block] = []
     for use in uses:
-        own = _of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory)
-        blocks.append(own.at_places(use.axis.present) if isinstance(use.axis, RoutedRows) else own)
+        call, g = calls[use.call], gradients[use.call]
+        digits = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer than its weights have
+        if isinstance(call.by, nn.Module):
+            rule = rule_for(call.by)
+            if rule is None:
+                raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
+            key = use.call, use.attribute, use.axis is BatchAxis.LEADING, digits
+            if key not in memory:
+                x = reduce_features(call.x.to(digits) if call.x.is_floating_point() else call.x, problem.reduction)
+                memory[key] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
+            block = rule.block(call.by, use.attribute, memory[key], g.to(digits), n_data, use.axis)
+        else:
+            block = call.by.block(use.attribute, g.to(digits), n_data, use.axis)
+        blocks.append(block.at_places(use.axis.present) if isinstance(use.axis, RoutedRows) else block)
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
     random = problem.slots[slot]
     if random.entries is not None:
         random = random.on(problem.device)
     selection, entries = random.selection, random.entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)
-
-
-def _of_use(
-    problem: Problem,
-    use: UseOfParameter,
-    call: LayerCall,
-    g: Tensor,
-    n_data: int,
-    dtype: torch.dtype,
-    activations: Activations,
-) -> Block:
-    if g.dtype != dtype:  # a network may compute in fewer digits than its weights have
-        dtype = torch.promote_types(g.dtype, dtype)
-    if not isinstance(call.by, nn.Module):
-        return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
-    rule = rule_for(call.by)
-    if rule is None:
-        raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
-    key = use.call, use.attribute, use.axis is BatchAxis.LEADING, dtype
-    if key not in activations:
-        x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
-        x = reduce_features(x, problem.reduction)
-        activations[key] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
-    return rule.block(call.by, use.attribute, activations[key], g.to(dtype), n_data, use.axis)
 
 
 class Fallback(Enum):
@@ -425,9 +404,8 @@ def per_sample(
             with slow_batching_accepted():
                 derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)
         else:
-            derivatives = _looped(
-                problem, x, cotangents, names, loop=fallback is Fallback.LOOP, create_graph=create_graph
-            )
+            loop = fallback is Fallback.LOOP
+            derivatives = _looped(problem, x, cotangents, names, loop=loop, create_graph=create_graph)
     blocks: list[Tensor] = []
     for i, whole in zip(slots, derivatives, strict=True):
         entries = problem.slots[i].on(whole.device).entries
@@ -494,7 +472,7 @@ class JacobianRule:
     shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
-    def routed(self) -> bool:
+    def is_routed(self) -> bool:
         """True if rows were routed to the tensor's layer: how often it was called is for the data to say."""
         return any(isinstance(use.axis, RoutedRows) for use in self.uses)
 
@@ -523,24 +501,14 @@ class ForwardPass:
         self.x = x  # Inputs of B data
         self.capture = capture  # What the hooks captured
         self.plan = plan  # How the block of every tensor is made
+        self.n_data = len(capture.f)
+        self.positions = capture.positions  # The dimensions whose product is T; empty for outputs `[B, C]`
         self.memory_budget = memory_budget  # Bytes of dense fallback blocks held at once
         # Data of the largest batch among the processes that a network is spread over; None for B
         self.widest = self.n_data if widest is None else widest
         self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a datum has one position
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
-        self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
         self._activations: Activations = {}
-        self._of_zeros: dict[tuple[int, torch.device], Tensor] = {}
-
-    @property
-    def n_data(self) -> int:
-        """B."""
-        return self.capture.f.shape[0]
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The dimensions whose product is T; empty for outputs `[B, C]`."""
-        return self.capture.positions
 
     def at_outputs(self, outputs: Tensor | None = None) -> Tensor:
         """Outputs `[B·T, C]`, with their graph if one was asked for; of K of every row, `[B·T, K]`."""
@@ -563,11 +531,6 @@ class ForwardPass:
         entries += self.capture.f.numel() if self.positions and self.mixes else 0
         return 2 * entries * self.f.element_size() * self.widest // max(1, self.n_data)
 
-    def bytes_per_column(self) -> int:
-        """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
-        own = 2 * self.f.numel() * self.f.element_size()
-        return self.bytes_per_cotangent() + own * self.widest // max(1, self.n_data)
-
     def columns_at_once(self, *, together: bool) -> int:
         """Cotangents whose output gradients are held at once, within the memory budget.
 
@@ -575,18 +538,13 @@ class ForwardPass:
         """
         looped = self.capture.loop and not together and self.f.device.type == "cpu"
         budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget
-        return max(1, budget // self.bytes_per_column())
-
-    def heads(self) -> list[int]:
-        """Slots whose layer's outputs are the network's, with all entries random."""
-        return list(self._heads)
-
-    def head_blocks(self, slots: list[int]) -> dict[int, HeadBlock]:
-        """Blocks of heads, which need no output gradients."""
-        return {i: self._heads[i] for i in slots}
+        # Besides the gradients the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs.
+        own = 2 * self.f.numel() * self.f.element_size() * self.widest // max(1, self.n_data)
+        return max(1, budget // (self.bytes_per_cotangent() + own))
 
     @cached_property
-    def _heads(self) -> dict[int, HeadBlock]:
+    def heads(self) -> dict[int, HeadBlock]:
+        """Blocks of slots whose layer's outputs are the network's, with all entries random: no gradients are needed."""
         blocks = {i: self._by_row(self._without_gradients(i)) for i in range(len(self.plan)) if self._ends(i)}
         heads = {i: HeadBlock.of(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
         return {i: head for i, head in heads.items() if head is not None}
@@ -605,83 +563,53 @@ class ForwardPass:
             and rule.uses[0].call in self.capture.heads
         )
 
-    def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
+    def _without_gradients(self, slot: int, capture: Capture | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
-        recorded = self.capture.calls if calls is None else calls
-        zeros = {use.call: self._zeros(use.call, recorded[use.call].x.device) for use in self.plan[slot].uses}
-        return self._block(slot, recorded, zeros, self._activations if calls is None else None)
-
-    def _zeros(self, call: int, device: torch.device) -> Tensor:
-        """Gradients of one cotangent of zeros, of which one is held."""
-        key = call, device
-        if key not in self._of_zeros:
-            self._of_zeros[key] = self.f.new_zeros((), device=device).expand(1, *self._gradient_shape(call))
-        return self._of_zeros[key]
-
-    def _block(
-        self,
-        slot: int,
-        calls: Sequence[LayerCall],
-        gradients: Mapping[int, Tensor],
-        activations: Activations | None = None,
-    ) -> Block:
-        uses, dtype = self.plan[slot].uses, self._weights_dtype
-        return block_of(self.problem, slot, uses, calls, gradients, self.n_data, dtype, activations)
-
-    def _gradient_shape(self, call: int) -> torch.Size:
-        """Shape of one output gradient of a call; for a head, that of the network's outputs."""
-        is_known = not self.positions and call in self.capture.heads
-        return self.capture.f.shape if is_known else self.capture.calls[call].shape
+        recorded, uses = self.capture if capture is None else capture, self.plan[slot].uses
+        activations = self._activations if capture is None else None
+        known = frozenset() if self.positions else self.capture.heads  # whose gradients are those of the outputs
+        zeros: dict[int, Tensor] = {}
+        for use in uses:
+            call = recorded.calls[use.call]
+            shape = self.capture.f.shape if use.call in known else call.shape
+            zeros[use.call] = self.f.new_zeros((), device=call.x.device).expand(1, *shape)
+        return block_of(self.problem, slot, uses, recorded, zeros, activations)
 
     def _form(self, slot: int) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers."""
         try:
-            inputs = self._formal_inputs
-            block = self._without_gradients(
-                slot, [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
-            )
+            block = self._without_gradients(slot, self._formal)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
             block = self._without_gradients(slot)
         rows = None if self.mixes else self._by_row(block)
         return block if rows is None else rows
 
-    def profile(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
-        """Profile of the batch by its shapes, without its graph, which is held by now."""
-        return BatchProfile(
-            layout=self.problem.layout, tensors=self._shapes(), n_data=self.n_data if self.mixes else len(self.f),
-            n_outputs=self.f.shape[1], n_columns=n_columns, n_terms=n_terms, itemsize=self.dtype.itemsize,
-            graph=0, widest=0, gradients=self.bytes_per_cotangent() // 2, budget=self.memory_budget,
-            product_budget=product_budget, loop=self.capture.loop, refused=refused,
-            inputs=sum(tensor.nbytes for tensor in batches.tensors(self.x)),
-        )  # fmt: skip
-
-    def _shapes(self) -> tuple[TensorShape, ...]:
+    def shapes(self) -> tuple[TensorShape, ...]:
         """Shapes of all tensors, from the forms of their factors alone; a rule keeps those that were found once."""
         shapes: list[TensorShape] = []
         for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
-            if i in self._heads:
-                shapes.append(self._heads[i].shape(()))
+            if i in self.heads:
+                shapes.append(self.heads[i].shape(()))
             elif rule.uses:
                 calls = (self.capture.calls[use.call] for use in rule.uses)
                 forms = tuple((call.x.shape, call.x.stride(), call.x.dtype, call.shape) for call in calls)
                 key = self.capture.f.shape, self.positions, self.mixes, forms
                 if key not in rule.shapes:
-                    rule.shapes[key] = self._form(i).shape(self._formal_inputs)
+                    rule.shapes[key] = self._form(i).shape([call.x for call in self._formal.calls])
                 shapes.append(rule.shapes[key])
             else:
                 shapes.append(TensorShape(slot.size, n_outputs=slot.size))
         return tuple(shapes)
 
     @cached_property
-    def _formal_inputs(self) -> list[Tensor]:
-        """Inputs of the right shapes without numbers: they take no memory, and no work."""
-        return [call.x.to("meta") for call in self.capture.calls]
+    def _formal(self) -> Capture:
+        """The pass with inputs of layers that have shapes and no numbers: they take no memory, and no work."""
+        return replace(self.capture, calls=tuple(replace(call, x=call.x.to("meta")) for call in self.capture.calls))
 
     def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
         """The Jacobian of the network's rows, of some outputs `[B·T, K]`, or at a part of one input's positions."""
-        heads = self.heads()
-        rest = [i for i in range(len(self.plan)) if i not in heads]
-        blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
+        rest = [i for i in range(len(self.plan)) if i not in self.heads]
+        blocks: dict[int, Block] = dict(self.heads)
         if outputs is not None:
             blocks = {i: block.select_outputs(outputs) for i, block in blocks.items()}
         if simple := [i for i in rest if self.by_row(i)]:
@@ -734,64 +662,51 @@ class ForwardPass:
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
-        with torch.inference_mode(False):
-            return self._captured(cotangents, only) | self._fallbacks(
-                cotangents, [i for i in only if self.plan[i].fallback is not None]
-            )
-
-    def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         plan, capture = self.plan, self.capture
-        needed = {use.call for i in only for use in plan[i].uses}
-        gradients = capture.gradients(cotangents, sorted(needed))
-        blocks: dict[int, Block] = {}
-        for i in only:
-            if plan[i].uses:
-                blocks[i] = self._block(i, capture.calls, gradients, self._activations)
-            elif plan[i].fallback is None:
-                zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
-                blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))
+        with torch.inference_mode(False):
+            gradients = capture.gradients(cotangents, sorted({use.call for i in only for use in plan[i].uses}))
+            blocks: dict[int, Block] = {}
+            for i in only:
+                if plan[i].uses:
+                    blocks[i] = block_of(self.problem, i, plan[i].uses, capture, gradients, self._activations)
+                elif plan[i].fallback is None:
+                    zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
+                    blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))
+            for fallback in Fallback:
+                if slots := [i for i in only if plan[i].fallback is fallback]:
+                    blocks |= self._by_fallback(cotangents, slots, fallback)
         return blocks
 
-    def _fallbacks(self, cotangents: Tensor, slots: list[int]) -> dict[int, Block]:
-        """Dense blocks by the fallback ladder, held together if they are small, computed in pieces if not."""
-        blocks: dict[int, Block] = {}
-        for fallback in Fallback if slots else ():
-            members = [i for i in slots if self.plan[i].fallback is fallback]
-            entries = cotangents.shape[0] * self.n_data * sum(self.problem.slots[i].shape.numel() for i in members)
-            if entries * self.dtype.itemsize * _LAZY_SHARE <= self.memory_budget:
-                values = self._fallback(cotangents, members, fallback, slice(None))
-                blocks |= {i: DenseBlock(v) for i, v in zip(members, values, strict=True)}
-            else:
-                blocks |= {i: self._lazy(cotangents, i, fallback) for i in members}
-        return blocks
+    def _by_fallback(self, cotangents: Tensor, slots: list[int], fallback: Fallback) -> dict[int, Block]:
+        """Dense blocks, held together if they are small, computed in pieces if not."""
+        n_cotangents, numel = len(cotangents), {i: self.problem.slots[i].shape.numel() for i in slots}
 
-    def _lazy(self, cotangents: Tensor, slot: int, fallback: Fallback) -> Block:
-        return LazyBlock(
-            compute=lambda rows: self._fallback(cotangents, [slot], fallback, rows)[0],
-            dims=(cotangents.shape[0], self.problem.slots[slot].size),
-            span=(0, self.n_data),
-            norm=cotangents.norm(),
-        )
+        def values(rows: slice, some: list[int]) -> list[Tensor]:
+            """Dense blocks of some data and tensors, as many data at once as their activations and gradients allow."""
+            first, stop, _ = rows.indices(self.n_data)
 
-    def _fallback(self, cotangents: Tensor, slots: list[int], fallback: Fallback, rows: slice) -> list[Tensor]:
-        if not slots:
-            return []
-        start, stop, _ = rows.indices(self.n_data)
-        graph = self.capture.create_graph
+            def computed(part: slice) -> list[Tensor]:
+                part = slice(first + part.start, first + part.stop)
+                whole = part == slice(0, self.n_data)
+                x = self.x if whole else batches.select(self.x, part, self.n_data)
+                graph = self.capture.create_graph
+                return per_sample(self.problem, x, cotangents[:, part], some, fallback, create_graph=graph)
 
-        def computed(some: slice) -> list[Tensor]:
-            part = slice(start + some.start, start + some.stop)
-            whole = part == slice(0, self.n_data)
-            x = self.x if whole else batches.select(self.x, part, self.n_data)
-            return per_sample(self.problem, x, cotangents[:, part], slots, fallback, create_graph=graph)
+            entries = sum(numel[i] for i in some) + self.capture.f.shape[1]
+            held = 4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize
+            step = max(1, self.memory_budget // (n_cotangents * held))
+            with preserve_model(self.problem.module), torch.inference_mode(False):
+                parts = [blocks for _, blocks in in_slices(stop - first, step, computed, DATUM)]
+            return [torch.cat(blocks, 1).to(self.dtype) for blocks in zip(*parts, strict=True)]
 
-        with preserve_model(self.problem.module), torch.inference_mode(False):
-            step = self._fallback_step(cotangents.shape[0], slots)
-            parts = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
-        return [torch.cat(values, 1).to(self.dtype) for values in zip(*parts, strict=True)]
-
-    def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:
-        """Data per call of the fallback, so that activations and gradients of all cotangents fit the budget."""
-        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.capture.f.shape[1]
-        per_datum = n_cotangents * (4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize)
-        return max(1, self.memory_budget // per_datum)
+        n_bytes = n_cotangents * self.n_data * sum(numel.values()) * self.dtype.itemsize
+        if n_bytes * _LAZY_SHARE <= self.memory_budget:
+            dense = values(slice(None), slots)
+            return {i: DenseBlock(block) for i, block in zip(slots, dense, strict=True)}
+        return {
+            i: LazyBlock(
+                compute=lambda rows, i=i: values(rows, [i])[0], sizes=(n_cotangents, self.problem.slots[i].size),
+                span=(0, self.n_data), norm=cotangents.norm(),
+            )
+            for i in slots
+        }  # fmt: skip

@@ -29,6 +29,7 @@ from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.outer import OuterBlock
 
 
+@dataclass(frozen=True, eq=False)
 class FunctionCall(ABC):
     """A call of a function of PyTorch with random parameters among its arguments, and the blocks of these."""
 
@@ -112,8 +113,6 @@ class LayerCall:
 class LinearCall(FunctionCall):
     """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`."""
 
-    name: str
-    roles: Mapping[str, str]
     x: Tensor  # Inputs `[..., I]`
     # By role, rows of the tensor that are used, of how many: parts of a packed projection
     rows: Mapping[str, tuple[int, int]]
@@ -141,8 +140,6 @@ class LinearCall(FunctionCall):
 class ConvolutionCall(FunctionCall):
     """z = W ∗ x + b."""
 
-    name: str
-    roles: Mapping[str, str]
     x: Tensor  # Images `[N, channels, *space]`
     kernel: tuple[int, ...]  # Spatial shape of W
     stride: tuple[int, ...]  # One number per dimension of space, as of `padding` and `dilation`
@@ -170,8 +167,6 @@ class ConvolutionCall(FunctionCall):
 class TableCall(FunctionCall):
     """z = W[index] of a table that is used as a function."""
 
-    name: str
-    roles: Mapping[str, str]
     index: Tensor  # Rows that are read
     n_rows: int  # V
     padding: int | None  # A row that gets no gradient
@@ -206,8 +201,6 @@ class SpreadCall(FunctionCall):
     repeated but the data's; from o to the random parameter it goes through the graph.
     """
 
-    name: str
-    roles: Mapping[str, str]
     operand: Operand  # o
     shape: torch.Size  # Of z
     factor: Tensor | None = None  # h of a product, or None
@@ -303,6 +296,11 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, (tuple, list)):
             tensors += _tensors(value)
     return tensors
+
+
+def _adds_dimension(value: Tensor, result: Any) -> bool:
+    """True if a value is repeated along a first dimension that it has not: that of the data, if the probe agrees."""
+    return isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
 
 
 class Observer(TorchFunctionMode):
@@ -453,50 +451,35 @@ class Observer(TorchFunctionMode):
     # What has no data dimension, until it meets the data.
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        known = [self._operands[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._operands]
-        if not known:
+        given = (*args, *kwargs.values())
+        operand = next((self._operands[id(value)] for value in given if id(value) in self._operands), None)
+        if operand is None:
             return
-        tensors = _tensors((*args, *kwargs.values()))
-        if name in _EXPANSIONS and self._expansion(known[0], tensors[0], result):
-            return
-        if len(tensors) == 1:
+        tensors = _tensors(given)
+        if name in _EXPANSIONS and operand.value is tensors[0] and _adds_dimension(tensors[0], result):
+            self._spread("expanded", operand, result, [])
+        elif len(tensors) == 1:
             for part in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(part, Tensor) and part.requires_grad and id(part) not in self._operands:
-                    operand = known[0]
                     self._operands[id(part)] = Operand(part, operand.root, operand.name, operand.table)
         elif len(args) == len(tensors) == 2 and not kwargs and isinstance(result, Tensor):
-            self._meeting(name, tensors[0], tensors[1], result)
-
-    def _expansion(self, operand: Operand, value: Tensor, result: Any) -> bool:
-        """O repeated along a first dimension that it does not have: that of the data, if the probe agrees."""
-        repeated = operand.value is value and isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
-        if repeated:
-            self._spread("expanded", operand, result, [], 1.0)
-        return repeated
-
-    def _meeting(self, name: str, left: Tensor, right: Tensor, result: Tensor) -> None:
-        for value, other, sign in ((left, right, 1.0), (right, left, _SUMS.get(name, 1.0))):
-            operand = self._operands.get(id(value))
-            if operand is None or value is result:
-                continue
-            if name in _SUMS:
-                self._spread("sum with all data", operand, result, [other], sign)
-            elif name in _PRODUCTS:
-                factor = other if self.keep_graph else other.detach()
-                self._spread("scale", operand, result, [other], 1.0, factor)
+            left, right = tensors
+            for value, other, sign in ((left, right, 1.0), (right, left, _SUMS.get(name, 1.0))):
+                operand = self._operands.get(id(value))
+                if operand is None or value is result:
+                    continue
+                if name in _SUMS:
+                    self._spread("sum with all data", operand, result, [other], sign)
+                elif name in _PRODUCTS:
+                    factor = other if self.keep_graph else other.detach()
+                    self._spread("scale", operand, result, [other], factor=factor)
 
     def _spread(
-        self,
-        name: str,
-        operand: Operand,
-        result: Tensor,
-        data: list[Tensor],
-        sign: float,
+        self, name: str, operand: Operand, result: Tensor, data: list[Tensor], sign: float = 1.0,
         factor: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         call = SpreadCall(name, {operand.name: "operand"}, operand, result.shape, factor, sign, self.keep_graph)
-        leading = result.shape[:1]
-        self._record(call, torch.empty((*leading, 0), device=result.device), result, data)
+        self._record(call, torch.empty((*result.shape[:1], 0), device=result.device), result, data)
 
     def _record(self, call: FunctionCall, x: Tensor, z: Tensor, data: list[Tensor], steps: Sequence[Any] = ()) -> None:
         if z.requires_grad:

@@ -8,7 +8,7 @@ estimate, gradients of the loss the empirical Fisher. The exact Hessian comes by
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,14 +117,14 @@ class OuterEngine(NativeEngine):
         if isinstance(sink, ProductSink):
             return self._add_products(x, y, sink)
         batch, targets = self.observe(x, y)
-        self._add(batch, targets, sink)
+        self.add(batch, targets, sink)
         return self.summary(batch.f, targets)
 
     def _sources(self, batch: ForwardPass, targets: Observed) -> list[BlockSource]:
         """The use that the block of every tensor comes from, and the weights of the data there."""
         uses = zip(first_of_use(batch.plan), batch.plan, self._input_weights(batch, targets), strict=True)
         return [
-            BlockSource(str(first), len(rule.uses) == 1 or rule.routed, rule.description == "unused", own)
+            BlockSource(str(first), len(rule.uses) == 1 or rule.is_routed, rule.description == "unused", own)
             for first, rule, own in uses
         ]
 
@@ -149,7 +149,7 @@ class OuterEngine(NativeEngine):
         if batch is None:
             return self._add_products_by_autograd(x, y, sink)
         targets = self.targets(batch.f, y, batch.positions)
-        self._add(batch, targets, sink)
+        self.add(batch, targets, sink)
         return self.summary(batch.f, targets)
 
     def _forward_with_factors(self, x: Inputs, count: int) -> ForwardPass | None:
@@ -176,19 +176,37 @@ class OuterEngine(NativeEngine):
             capture = self._differentiable(x)
             f = capture.rows.detach()
             targets = self.targets(f, y, capture.positions)
-            linear, inner = Linearised(self.problem, capture), _OutputMatrix.of(self, f, targets)
+            linear, inner = Linearised(self.problem, capture), self._output_product(f, targets)
             step = self.per_call(capture, sink.vectors.shape[1])
             vectors, total = sink.prepared(self._n_terms(f))
-            for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
+            for term, (rows, sums) in enumerate(zip(vectors, total, strict=True)):
 
-                def product(part: slice, rows: Tensor = rows, term: int | None = term) -> list[Tensor | None]:
+                def product(part: slice, rows: Tensor = rows, term: int = term) -> list[Tensor | None]:
                     pushed = linear.push(rows[part])
-                    weighted = inner.times(pushed.reshape(len(pushed), *f.shape), term)
+                    weighted = inner(pushed.reshape(len(pushed), *f.shape), term if len(vectors) > 1 else None)
                     return linear.pull(weighted.view_as(pushed))
 
                 for part, pulled in in_slices(len(rows), step, product, VECTOR):
                     add_rows(self.problem, pulled, sums[part])
         return self.summary(f, targets)
+
+    def _output_product(self, f: Tensor, targets: Observed) -> Callable[[Tensor, int | None], Tensor]:
+        """V ↦ M v of `[R, B, C]`, M_b = Σ_k u_kb u_kbᵀ; of a term that is kept apart only the part of its output."""
+        hessian = self.output_hessian(f, targets)
+        columns = f.new_zeros(0) if hessian is not None else self.cotangents(f, targets)[:]
+
+        def times(vectors: Tensor, term: int | None) -> Tensor:
+            if hessian is None:
+                weights = torch.einsum("kbc,rbc->rkb", columns, vectors.to(columns))
+                return torch.einsum("kbc,rkb->rbc", columns, weights)
+            product = hessian.times(vectors.to(hessian.diag))
+            if term is not None:
+                only = torch.zeros_like(product)
+                only[..., term] = product[..., term]
+                return only
+            return product
+
+        return times
 
     def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         batch, targets = self.observe(x, y)
@@ -200,8 +218,8 @@ class OuterEngine(NativeEngine):
         n_positions = batch.capture.n_positions if batch.positions else 1
         return self.summary(batch.f, targets), OutputCurvature(hessian, n_positions)
 
-    def _add(self, batch: ForwardPass, targets: Observed, sink: Sink) -> None:
-        """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
+    def add(self, batch: ForwardPass, targets: Observed, sink: Sink, only: Sequence[int] | None = None) -> None:
+        """Adds the curvature of a batch, of all tensors or some: of heads without a root of Λ, of others by cotangents.
 
         Of outputs with positions, rows are the data of tensors that allow it (`JacobianRule.by_row`), and ignored ones
         are left out; other tensors get cotangents of their own for every position.
@@ -211,7 +229,10 @@ class OuterEngine(NativeEngine):
             lambda: self._sources(batch, targets),
         )  # fmt: skip
         sink.begin(form)
-        heads, groups = sink.heads(batch.head_blocks(batch.heads())), sink.groups
+        wanted = range(len(batch.plan)) if only is None else only
+        if not wanted:
+            return
+        heads, groups = sink.heads({i: head for i, head in batch.heads.items() if i in wanted}), sink.groups
         counted = self._counted(batch, targets)
         f = batch.f if counted is None else batch.f[counted]
         hessian = self.output_hessian(f, targets.at(counted))
@@ -219,7 +240,7 @@ class OuterEngine(NativeEngine):
             heads = {}
         elif heads:
             sink.add_head(heads if counted is None else {i: head.at(counted) for i, head in heads.items()}, hessian)
-        rest = [i for i in range(len(batch.plan)) if i not in heads]
+        rest = [i for i in wanted if i not in heads]
         if not rest:
             return
         columns = self.cotangents(batch.f, targets, hessian if counted is None else None)
@@ -252,37 +273,6 @@ class OuterEngine(NativeEngine):
             len(cotangents), step, lambda part: batch.blocks(cotangents[part], only), COTANGENT
         ):
             sink.add(blocks, part.start)
-
-
-class _OutputMatrix:
-    """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built."""
-
-    def __init__(self, hessian: OutputHessian | None, columns: Tensor | None) -> None:
-        self.hessian = hessian  # M itself, where it is known
-        self.columns = columns  # u, `[K, B, C]`, where it is not
-
-    @classmethod
-    def of(cls, engine: OuterEngine, f: Tensor, targets: Observed) -> _OutputMatrix:
-        """That of an engine on a batch."""
-        hessian = engine.output_hessian(f, targets)
-        return cls(hessian, None if hessian is not None else engine.cotangents(f, targets)[:])
-
-    def terms(self, count: int) -> list[int | None]:
-        """The output of every term, or None where one term holds all."""
-        return [None] if count == 1 else list(range(count))
-
-    def times(self, vectors: Tensor, term: int | None) -> Tensor:
-        """M v of `[R, B, C]`, only the part of one output where terms are kept apart."""
-        if self.hessian is not None:
-            product = self.hessian.times(vectors.to(self.hessian.diag))
-            if term is None:
-                return product
-            only = torch.zeros_like(product)
-            only[..., term] = product[..., term]
-            return only
-        columns = self.columns if self.columns is not None else vectors.new_zeros(0, *vectors.shape[1:])
-        weights = torch.einsum("kbc,rbc->rkb", columns, vectors.to(columns))
-        return torch.einsum("kbc,rkb->rbc", columns, weights)
 
 
 class GGNEngine(OuterEngine):
@@ -410,13 +400,12 @@ class HessianEngine(NativeEngine):
         self, x: Inputs, y: Tensor, entries: Tensor, keep: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[BatchSummary, Tensor]:
         """Results of `keep(rows, entries)` for rows `[E, r, P]` of the Hessian, joined in their second dimension."""
-        parts = [self._columns(x, y, at, keep) for at in entries.split(_ROWS)]
-        return parts[0][0], torch.cat([rows for _, rows in parts], 1)
-
-    def _columns(
-        self, x: Inputs, y: Tensor, at: Tensor, keep: Callable[[Tensor, Tensor], Tensor]
-    ) -> tuple[BatchSummary, Tensor]:
-        hot = torch.zeros(1, len(at), self.problem.layout.n_params, dtype=self.dtype, device=self.problem.device)
-        hot[0, torch.arange(len(at)), at] = 1
-        summary, rows = self.matmul(x, y, hot)
-        return summary, keep(rows, at)
+        summaries: list[BatchSummary] = []
+        parts: list[Tensor] = []
+        for at in entries.split(_ROWS):
+            units = torch.zeros(1, len(at), self.problem.layout.n_params, dtype=self.dtype, device=self.problem.device)
+            units[0, torch.arange(len(at)), at] = 1
+            summary, rows = self.matmul(x, y, units)
+            summaries.append(summary)
+            parts.append(keep(rows, at))
+        return summaries[0], torch.cat(parts, 1)

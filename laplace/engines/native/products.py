@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from laplace.core.memory import VECTOR, in_slices
+from laplace.engines.engine import LinearMap
 from laplace.engines.native.autograd import BackwardPasses, pull
 from laplace.engines.native.forward import Capture
 from laplace.weights.problem import Problem
@@ -24,71 +26,64 @@ _COPIES = 4
 """Activations that a graph holds which can be differentiated twice, per output of a layer."""
 
 
-class Linearised:
+class _Differentiated:
+    """Gradients of a number of the network with respect to all tensors, as a graph that is differentiated again."""
+
+    def __init__(self, problem: Problem, capture: Capture, output: Tensor, cotangent: Tensor) -> None:
+        self.problem = problem  # The network and its random parameters
+        self.capture = capture  # A forward pass that was captured with `create_graph`
+        self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
+        with torch.enable_grad(), capture.backward(1, len(self.tensors)):
+            passes = BackwardPasses([output], self.tensors, create_graph=True)
+            self._gradients = passes.gradients(cotangent)
+
+    def _derivatives(self, vectors: Tensor, edges: list[Tensor]) -> list[Tensor | None]:
+        """Derivatives of vᵀ gradient with respect to the edges, for vectors v `[R, P]`."""
+        parts = self.problem.layout.split(vectors.to(self.capture.f.dtype))
+        pairs = [
+            (gradient, slot.place(part).reshape(len(part), *slot.shape))
+            for gradient, slot, part in zip(self._gradients, self.problem.slots, parts, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        if not pairs:
+            return [None] * len(edges)
+        passes = BackwardPasses([gradient for gradient, _ in pairs], edges)
+        with self.capture.backward(len(vectors), len(edges)):
+            return passes.each(*(part for _, part in pairs), loop=self.capture.loop)
+
+
+class Linearised(_Differentiated):
     """The outputs of one batch as a linear function of the random entries, and its transpose."""
 
     def __init__(self, problem: Problem, capture: Capture) -> None:
-        self.problem = problem  # The network and its random parameters
-        self.capture = capture  # A forward pass that was captured with `create_graph`
         self.f = capture.f  # Outputs `[B, C]`; with positions, T, `[B, T·C]`
         self.positions = capture.positions  # The dimensions whose product is T; empty for outputs `[B, C]`
-        self.loop = capture.loop
-        # About how much the graph holds
-        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in capture.calls))
-        self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
-        with torch.enable_grad(), capture.backward(1, len(self.tensors)):
+        numbers = self.f.numel() + sum(call.shape.numel() for call in capture.calls)
+        self.n_bytes = _COPIES * self.f.element_size() * numbers  # About how much the graph holds
+        with torch.enable_grad():
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)
-            self._gradients = BackwardPasses([self.f], self.tensors, create_graph=True).gradients(self._cotangent)
+        super().__init__(problem, capture, self.f, self._cotangent)
 
     def push(self, vectors: Tensor) -> Tensor:
         """J v of vectors `[R, P]`, `[R, B, C]`."""
-        parts = self.problem.layout.split(vectors.to(self.f.dtype))
-        pairs = _used(self.problem, self._gradients, parts)
-        if pairs:
-            passes = BackwardPasses([g for g, _ in pairs], [self._cotangent])
-            with self.capture.backward(len(vectors), 1):
-                (pushed,) = passes.each(*(v for _, v in pairs), loop=self.loop)
-            if pushed is not None:
-                return pushed
-        return self.f.new_zeros(len(vectors), *self.f.shape)
+        (pushed,) = self._derivatives(vectors, [self._cotangent])
+        return self.f.new_zeros(len(vectors), *self.f.shape) if pushed is None else pushed
 
     def pull(self, cotangents: Tensor) -> list[Tensor | None]:
         """Jᵀ u of cotangents `[R, B, C]`, `[R, *shape]` per tensor, for `add_rows`."""
         with self.capture.backward(len(cotangents), len(self.tensors)):
-            return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
+            return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.capture.loop)
 
 
-class HessianProduct:
-    """∇² of a loss as a linear function of the random entries."""
+class HessianProduct(_Differentiated):
+    """∇² of a loss, 0-dim, as a linear function of the random entries."""
 
     def __init__(self, problem: Problem, capture: Capture, loss: Tensor) -> None:
-        self.problem = problem  # The network and its random parameters
-        self.capture = capture  # A forward pass that was captured with `create_graph`
-        self.loop = capture.loop
-        self.dtype = capture.f.dtype
-        self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
-        with torch.enable_grad(), capture.backward(1, len(self.tensors)):
-            passes = BackwardPasses([loss], self.tensors, create_graph=True)
-            self._gradients = passes.gradients(torch.ones_like(loss))
+        super().__init__(problem, capture, loss, torch.ones_like(loss))
 
     def times(self, vectors: Tensor) -> list[Tensor | None]:
         """∇² loss · v of vectors `[R, P]`, `[R, *shape]` per tensor, for `add_rows`."""
-        parts = self.problem.layout.split(vectors.to(self.dtype))
-        pairs = _used(self.problem, self._gradients, parts)
-        if not pairs:
-            return [None] * len(self.tensors)
-        passes = BackwardPasses([g for g, _ in pairs], self.tensors)
-        with self.capture.backward(len(vectors), len(self.tensors)):
-            return passes.each(*(v for _, v in pairs), loop=self.loop)
-
-
-def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Gradients that can be differentiated, each with its part `[R, *shape]` of the vectors."""
-    return [
-        (gradient, slot.place(part).reshape(len(part), *slot.shape))
-        for gradient, slot, part in zip(gradients, problem.slots, parts, strict=True)
-        if gradient is not None and gradient.requires_grad
-    ]
+        return self._derivatives(vectors, self.tensors)
 
 
 def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
@@ -99,7 +94,7 @@ def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadMap(LinearMap):
     """J = I ⊗ [φ, 1] of a last layer, held as its features."""
 
     features: Tensor  # φ, `[B, D]`
@@ -107,74 +102,51 @@ class HeadMap:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the features."""
-        return self.features.numel() * self.features.element_size()
-
-    @property
-    def is_lasting(self) -> bool:
-        """True: it is numbers."""
-        return True
+        return self.features.nbytes
 
     def push(self, vectors: Tensor) -> Tensor:
-        """J v, `[R, B, C]`, of v `[R, P]`."""
         return (vectors[:, self.places] @ self.features.T).mT
 
     def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
-        """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`."""
         total.index_add_(1, self.places.flatten(), (cotangents.mT @ self.features).flatten(1))
 
 
 @dataclass(frozen=True, eq=False)
-class DenseMap:
+class DenseMap(LinearMap):
     """J multiplied out."""
 
     rows: Tensor  # J, `[B·C, P]`, data major
-    n_outputs: int  # C
+    n_outputs: int
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of J."""
-        return self.rows.numel() * self.rows.element_size()
-
-    @property
-    def is_lasting(self) -> bool:
-        """True: it is numbers."""
-        return True
+        return self.rows.nbytes
 
     def push(self, vectors: Tensor) -> Tensor:
-        """J v, `[R, B, C]`, of v `[R, P]`."""
         return (vectors @ self.rows.T).unflatten(1, (-1, self.n_outputs))
 
     def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
-        """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`."""
         total.addmm_(cotangents.flatten(1), self.rows)
 
 
 @dataclass(frozen=True)
-class GraphMap:
-    """J of any network, as a graph that is differentiated in both directions."""
+class GraphMap(LinearMap):
+    """J of any network, as a graph that is differentiated in both directions; of outputs with positions B is B·T."""
 
-    linear: Linearised  # The graph
-    n_outputs: int  # C
-    at_once: int = 1  # Vectors that go through it together
+    linear: Linearised
+    n_outputs: int
+    at_once: int = 1  # Vectors that go through the graph together
+    is_lasting: ClassVar[bool] = False
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the graph, about."""
         return self.linear.n_bytes
 
-    @property
-    def is_lasting(self) -> bool:
-        """False: a graph holds activations several times."""
-        return False
-
     def push(self, vectors: Tensor) -> Tensor:
-        """J v, `[R, B, C]`, of v `[R, P]`; rows of outputs with positions are data."""
         parts = in_slices(len(vectors), self.at_once, lambda part: self.linear.push(vectors[part]), VECTOR)
         return torch.cat([pushed for _, pushed in parts]).reshape(len(vectors), -1, self.n_outputs).to(vectors)
 
     def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
-        """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`."""
         whole = cotangents.reshape(len(cotangents), *self.linear.f.shape)
         for part, gradients in in_slices(len(whole), self.at_once, lambda part: self.linear.pull(whole[part]), VECTOR):
             add_rows(self.linear.problem, gradients, total[part])

@@ -14,10 +14,11 @@ or used in a way that autograd cannot see, of which `check_unreached` warns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from laplace.engines.native.forward import (
     per_sample,
 )
 from laplace.engines.native.functions import FunctionCall, LayerCall, SpreadCall
-from laplace.engines.native.graph import Explained, Graph
+from laplace.engines.native.graph import Explained
 from laplace.engines.native.rules import BatchAxis, RoutedRows, rule_for
 from laplace.errors import ApproximationWarning, CurvatureError, InvalidData, warn
 from laplace.jacobian.blocks import Block
@@ -136,9 +137,9 @@ def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype
     return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
 
 
-def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
+def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
     """The probe of a captured batch x of B data."""
-    f, generator = capture.f, torch.Generator().manual_seed(0)
+    f, n_data, generator = capture.f, len(capture.f), torch.Generator().manual_seed(0)
     r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
     v = torch.randn(f.shape[1], generator=generator).to(f)
     # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
@@ -187,30 +188,30 @@ def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
 
 
 def make_plan(
-    problem: Problem, capture: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+    problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
-    """Finds and proves a rule for every random parameter on one captured batch of `n_data` data.
+    """Finds and proves a rule for every random parameter on one captured batch.
 
     `repeated` data are one input twice, a stand-in for a batch of one: every dimension of it could carry the data, and
     which one is meant makes no difference. Without the ladder of fallbacks the result is None where a tensor needs it.
     """
-    proof = probe(problem, capture, x, n_data)
-    all_owners, permutes = owners(problem), _permutes(capture.graph)
+    proof = probe(problem, capture, x)
+    all_owners, routing = owners(problem), Routing(capture)
+    moves_rows = any(part in node.name() for node in capture.graph for part in _MOVING_ROWS)
     least = Explained.HERE if ladder or problem.processes is not None else Explained.ALWAYS
     plan: list[JacobianRule] = []
-    routing = Routing(capture)
     for i, truth in enumerate(proof.truths):
         if truth is None:
             plan.append(JacobianRule())
             continue
         expected = problem.slots[i].take(truth.to_dense())
-        tensor_owners = [owner for owner in all_owners if owner.slot == i]
-        families = list(_families(capture, tensor_owners, problem.slots[i].name, n_data))
+        own = [owner for owner in all_owners if owner.slot == i]
+        families = [roles for roles in _families(capture, own, problem.slots[i].name) if roles]
         for certainty, candidates in _by_certainty(problem, i, families, capture, routing, least):
             passed = _passed(problem, i, candidates, capture, proof, expected)
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
-                lasting = unique and not permutes and _anchored(passed[0], capture, n_data)
+                lasting = unique and not moves_rows and _sees_batch(passed[0], capture)
                 plan.append(replace(passed[0], proven=lasting and certainty is Explained.ALWAYS))
                 break
         else:
@@ -247,79 +248,37 @@ def require_explained(problem: Problem) -> None:
         require_whole(problem.module, f"{which} explained by no layer's rule (freeze them by requires_grad_(False))")
 
 
-@dataclass(frozen=True)
-class _Role:
-    """One use that could explain a tensor: its number, the attribute or argument, positions and name."""
+class _Role(NamedTuple):
+    """One use that could explain a tensor."""
 
     call: int
-    attribute: str
+    attribute: str  # Attribute of the module, or argument of the function
     positions: int
     name: str
 
 
-def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int) -> Iterator[list[_Role]]:
-    """Uses that could explain one tensor, from the likeliest family to the last.
+def _families(capture: Capture, modules: Sequence[Owner], name: str) -> Iterator[list[_Role]]:
+    """Uses that could explain one tensor, from the likeliest family to the last: of modules, then of functions.
 
     A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
     """
-    yield _by_modules(capture, modules, n_data)
-    functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
-    calls = [(n, call) for n, call in functions if name in call.roles]
-    if not calls:
-        return
-    yield _by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data)
-    replaced = {id(call.instead_of) for _, call in calls}
-    yield _by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data)
-
-
-def _by_modules(capture: Capture, modules: Sequence[Owner], n_data: int) -> list[_Role]:
-    rules = {id(owner.module): rule_for(owner.module) for owner in modules}
-    attributes = {id(owner.module): owner.attribute for owner in modules}
+    n_data = len(capture.f)
+    rules = {id(owner.module): (rule_for(owner.module), owner.attribute) for owner in modules}
     roles: list[_Role] = []
     for n, call in enumerate(capture.calls):
         if isinstance(call.by, FunctionCall) or id(call.by) not in rules:
             continue
-        rule, attribute = rules[id(call.by)], attributes[id(call.by)]
+        rule, attribute = rules[id(call.by)]
         if rule is None or attribute not in rule.parameters or not rule.accepts(call.by, call.x):
-            return []
+            roles = []
+            break
         roles.append(_Role(n, attribute, rule.positions(call.by, call.x, n_data), rule.name))
-    return roles
-
-
-def _by_calls(calls: Sequence[tuple[int, FunctionCall]], name: str, n_data: int) -> list[_Role]:
-    return [_Role(n, call.roles[name], call.positions(n_data), call.name) for n, call in calls]
-
-
-def _by_axis(roles: Sequence[_Role]) -> list[JacobianRule]:
-    """One candidate for each axis of the data that fits all uses."""
-    if not roles or any(role.positions == 0 for role in roles):
-        return []
-    names = " + ".join(dict.fromkeys(role.name for role in roles))
-    candidates: list[JacobianRule] = []
-    for axis in (BatchAxis.LEADING, BatchAxis.TRAILING):
-        if axis is BatchAxis.LEADING or max(role.positions for role in roles) > 1:
-            where = "" if axis is BatchAxis.LEADING else f" ({axis.value})"
-            description = names + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
-            uses = tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles)
-            candidates.append(JacobianRule(uses, description=description))
-    return candidates
-
-
-def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterator[list[JacobianRule]]:
-    """Candidates for one tensor, of which those of the first that pass are meant: by axis, then by routed rows.
-
-    Of rows that each have a place among those of the outputs, fewer than these, the place comes first: an axis may fit
-    them as well, by the number of rows that a batch happens to have.
-    """
-    if routing.capture.reduced or routing.capture.processes is not None:  # of which each would make other passes
-        yield from map(_by_axis, families)
-        return
-    placed = [(roles, routing.by_output_row([role.call for role in roles])) for roles in families]
-    yield from (_by_rows(roles, axes) for roles, axes in placed if roles and axes is not None)
-    yield from map(_by_axis, families)
-    for roles in families:
-        if roles:
-            yield _by_rows(roles, routing.by_datum([role.call for role in roles]))
+    yield roles
+    functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
+    own = [(n, call) for n, call in functions if name in call.roles]
+    replaced = {id(call.instead_of) for _, call in own}
+    for some in ([pair for pair in own if pair[1].instead_of is None], [p for p in own if id(p[1]) not in replaced]):
+        yield [_Role(n, call.roles[name], call.positions(n_data), call.name) for n, call in some]
 
 
 def _by_certainty(
@@ -339,10 +298,37 @@ def _by_certainty(
             yield from ((certainty, candidates) for candidates in _candidates(alike, routing))
 
 
-def _by_rows(roles: Sequence[_Role], axes: Sequence[RoutedRows]) -> list[JacobianRule]:
-    names = " + ".join(dict.fromkeys(role.name for role in roles))
-    uses = tuple(UseOfParameter(r.call, r.attribute, axis) for r, axis in zip(roles, axes, strict=True))
-    return [JacobianRule(uses, description=f"{names} ({RoutedRows.value})")]
+def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterator[list[JacobianRule]]:
+    """Candidates for one tensor, of which those of the first that pass are meant: by axis, then by routed rows.
+
+    Of rows that each have a place among those of the outputs, fewer than these, the place comes first: an axis may fit
+    them as well, by the number of rows that a batch happens to have.
+    """
+
+    def rule(roles: Sequence[_Role], axes: Sequence[BatchAxis], words: str) -> JacobianRule:
+        names = " + ".join(dict.fromkeys(role.name for role in roles))
+        uses = (UseOfParameter(role.call, role.attribute, axis) for role, axis in zip(roles, axes, strict=True))
+        return JacobianRule(tuple(uses), description=names + words)
+
+    def routed(roles: Sequence[_Role], axes: Sequence[RoutedRows]) -> list[JacobianRule]:
+        return [rule(roles, axes, f" ({RoutedRows.value})")]
+
+    # Processes and reduced features would need other passes.
+    may_be_routed = not routing.capture.reduced and routing.capture.processes is None
+    if may_be_routed:
+        placed = [(roles, routing.by_output_row([role.call for role in roles])) for roles in families]
+        yield from (routed(roles, axes) for roles, axes in placed if axes is not None)
+    for roles in families:
+        if all(role.positions for role in roles):
+            several = f", {len(roles)} uses" if len(roles) > 1 else ""
+            by_axis = [rule(roles, [BatchAxis.LEADING] * len(roles), several)]
+            if max(role.positions for role in roles) > 1:
+                words = f" ({BatchAxis.TRAILING.value}){several}"
+                by_axis.append(rule(roles, [BatchAxis.TRAILING] * len(roles), words))
+            yield by_axis
+    if may_be_routed:
+        for roles in families:
+            yield routed(roles, routing.by_datum([role.call for role in roles]))
 
 
 def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
@@ -353,82 +339,67 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     """
     if not capture.positions:
         return plan
-    rows = [_row_block(problem, i, rule, capture, proof) for i, rule in enumerate(plan)]
+    rows: dict[int, Block] = {}  # blocks of one position for every row
+    for i, rule in enumerate(plan):
+        if len(rule.uses) == 1 and rule.uses[0].axis is not BatchAxis.TRAILING:
+            folded = block_of(problem, i, rule.uses, capture, proof.gradients).fold_positions(capture.n_positions)
+            rows |= {} if folded is None else {i: folded}
     r = torch.randn(len(capture.rows), generator=torch.Generator().manual_seed(1)).to(capture.f)
-    used = [i for i, block in enumerate(rows) if block is not None]
-    stand_ins = [capture.stand_ins[problem.slots[i].name] for i in used]
     weighted = (r[:, None] * proof.unweighted.view_as(capture.rows)).view_as(capture.f)
+    scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
+    stand_ins = [capture.stand_ins[problem.slots[i].name] for i in rows]
     truths: Sequence[Tensor | None] = ()
-    if used:
+    if rows:
         with capture.backward(1, len(stand_ins)):
             truths = pull(capture.f, stand_ins, weighted.unsqueeze(0), loop=True)
-    blocks: dict[int, Block] = {}
-    for i, truth in zip(used, truths, strict=True):
-        block, expected = rows[i], problem.slots[i].take(truth[0].to_dense()) if truth is not None else None
-        if block is None or expected is None:
-            continue
-        actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
-        scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
-        if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
-            blocks[i] = block
-    broken = {t.call for i, e in enumerate(plan) if i not in blocks for t in e.uses}
+    proved: set[int] = set()
+    for (i, block), truth in zip(rows.items(), truths, strict=True):
+        if truth is not None:
+            expected = problem.slots[i].take(truth[0].to_dense())
+            actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+            if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
+                proved.add(i)
+    broken = {use.call for i, rule in enumerate(plan) if i not in proved for use in rule.uses}
 
     def by_row(rule: JacobianRule, block: Block) -> JacobianRule:
-        is_head = _ends(rule, capture) and gradients_are(block, proof.unweighted)
+        call = rule.uses[0].call
+        is_head = call in capture.heads and gradients_are(block, proof.unweighted)
         # Behind a layer that is no head, the data may decide whether rows see each other.
-        lasting = rule.proven and (is_head or capture.keeps_rows(rule.uses[0].call))
-        return replace(rule, by_row=True, is_head=is_head, proven=lasting)
+        return replace(rule, by_row=True, is_head=is_head, proven=rule.proven and (is_head or capture.keeps_rows(call)))
 
     return tuple(
-        by_row(e, blocks[i]) if i in blocks and e.uses[0].call not in broken else e for i, e in enumerate(plan)
+        by_row(rule, rows[i]) if i in proved and rule.uses[0].call not in broken else rule
+        for i, rule in enumerate(plan)
     )
 
 
-def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe) -> Block | None:
-    """The block of a tensor with rows for data, if it has a position for every one."""
-    if len(rule.uses) != 1 or rule.uses[0].axis is BatchAxis.TRAILING:
-        return None
-    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f), _dtype(problem))
-    return block.fold_positions(capture.n_positions)
-
-
-def _ends(rule: JacobianRule, capture: Capture) -> bool:
-    """True if the outputs of a tensor's one use are the network's."""
-    return len(rule.uses) == 1 and rule.uses[0].call in capture.heads
-
-
-def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
+def _sees_batch(rule: JacobianRule, capture: Capture) -> bool:
     """True if every use sees the batch itself in its first dimension, or rows that are a view of it.
 
     Where it sees another number of rows (time first, tokens routed to experts), or where rows are indexed on
-    their way to the outputs (`_permutes`: a batch sorted by length), which row belongs to which datum may be decided by
-    the data: such a plan is right for its batch and is proven anew for the next.
+    their way to the outputs (`_MOVING_ROWS`: a batch sorted by length), which row belongs to which datum may be decided
+    by the data: such a plan is right for its batch and is proven anew for the next.
     """
+    n_data = len(capture.f)
+
+    def is_view_of_batch(call: LayerCall) -> bool:
+        """True if the input `[B·T, D]` is a view of one with the data first."""
+        for node, _ in call.edge.node.next_functions:
+            if node is not None and node.name().startswith(_VIEWS):
+                sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
+                if len(sizes) > 1 and sizes[0] == n_data and tuple(call.x.shape) == (prod(sizes[:-1]), sizes[-1]):
+                    return True
+        return False
+
     calls = [capture.calls[use.call] for use in rule.uses]
     leading = all(use.axis is BatchAxis.LEADING for use in rule.uses)
-    return leading and all(call.x.shape[0] == n_data or _views_batch(call, n_data) for call in calls)
-
-
-def _views_batch(call: LayerCall, n_data: int) -> bool:
-    """True if a call's input `[B·T, D]` is a view of one with the data first."""
-    for node, _ in call.edge.node.next_functions:
-        if node is not None and node.name().startswith(_VIEWS):
-            sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
-            if len(sizes) > 1 and sizes[0] == n_data and tuple(call.x.shape) == (prod(sizes[:-1]), sizes[-1]):
-                return True
-    return False
+    return leading and all(call.x.shape[0] == n_data or is_view_of_batch(call) for call in calls)
 
 
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
 
-
-_INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
-"""Parts of the names of autograd's nodes that can move rows."""
-
-
-def _permutes(graph: Graph) -> bool:
-    """True if an operation that can move rows lies between a random parameter and the outputs."""
-    return any(part in node.name() for node in graph for part in _INDEXING)
+_MOVING_ROWS = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
+"""Parts of the names of autograd's nodes that can move rows between a random parameter and the outputs."""
 
 
 def first_of_use(plan: Plan) -> list[int]:
@@ -450,33 +421,23 @@ def _passed(
 
     If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
     """
-    numbers = [(c, _pulled(problem, slot, c, capture, proof, expected)) for c in candidates]
-    fitting = [(c, number) for c, number in numbers if number is not None]
-    near = [c for c, (actual, bound) in fitting if close(actual, expected, bound, proof.coarsest)]
-    return near or [c for c, (actual, bound) in fitting if proof.agree(slot, actual, expected, bound)]
-
-
-def _pulled(
-    problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The number of a candidate's factors and its bound; None of a candidate that does not fit the shapes."""
-    try:
-        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r), _dtype(problem))
-        actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-    except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
-        if ran_out(error):
-            raise  # an axis that is refused for want of memory would be another curvature
-        return None
-    return actual, block.bound() * proof.r.abs().max()
+    numbers: list[tuple[JacobianRule, Tensor, Tensor]] = []
+    for rule in candidates:
+        try:
+            block = block_of(problem, slot, rule.uses, capture, proof.gradients)
+            actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
+        except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
+            if ran_out(error):
+                raise  # an axis that is refused for want of memory would be another curvature
+            continue
+        numbers.append((rule, actual, block.bound() * proof.r.abs().max()))
+    near = [rule for rule, actual, bound in numbers if close(actual, expected, bound, proof.coarsest)]
+    return near or [rule for rule, actual, bound in numbers if proof.agree(slot, actual, expected, bound)]
 
 
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which factors are contracted: at least float32."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _dtype(problem: Problem) -> torch.dtype:
-    return block_dtype(problem.dtype)
 
 
 _COTANGENTS = 3
@@ -643,21 +604,15 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 def _depends(problem: Problem, x: Inputs, names: list[str]) -> bool:
     """True if the outputs change with tensors that are made larger; False where they cannot be."""
     tensors = problem.detached()
-    moved = {name: 2 * tensors[name] + 1 for name in names}
+    outputs: list[Tensor] = []
     try:
-        before, after = _outputs_with(problem, x, tensors), _outputs_with(problem, x, {**tensors, **moved})
+        for moved in ({}, {name: 2 * tensors[name] + 1 for name in names}):
+            with torch.no_grad(), same_random_state(problem.module):  # random numbers are the same in both passes
+                torch.manual_seed(0)
+                outputs.append(problem.run({**tensors, **moved}, x))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if ran_out(error):
             raise
         return False
-    if before.shape != after.shape:
-        return True
-    change = (after - before).abs().max()
-    return not bool(change <= _CHANGE * before.abs().max())
-
-
-def _outputs_with(problem: Problem, x: Inputs, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Outputs with these tensors; random numbers are the same in every call."""
-    with torch.no_grad(), same_random_state(problem.module):
-        torch.manual_seed(0)
-        return problem.run(tensors, x)
+    before, after = outputs
+    return before.shape != after.shape or not bool((after - before).abs().max() <= _CHANGE * before.abs().max())

@@ -54,21 +54,21 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 def proven_plan(
-    problem: Problem, capture: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+    problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
     """The plan of `make_plan`, whose arguments these are, from a proof that still holds if there is one.
 
     None without the ladder, where a tensor needs it.
     """
-    record = _record(problem, capture, x, n_data)
+    record = _record(problem, capture, x)
     if record is None:
-        return make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
+        return make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
     proofs = _known(problem)
     plan = proofs.plans.get((False, record))
     if plan is None and repeated:  # what is proven of any data is, but not the other way round
         plan = proofs.plans.get((True, record))
     if plan is None or not holds(plan, problem, capture):
-        plan = make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
+        plan = make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
         if plan is not None and all(rule.proven for rule in plan):
             proofs.add((repeated, record), plan)
     return plan
@@ -83,7 +83,7 @@ def _known(problem: Problem) -> _Known:
     return proofs
 
 
-def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hashable | None:
+def _record(problem: Problem, capture: Capture, x: Inputs) -> Hashable | None:
     """All that a proof depends on, whatever the number of data; None where that cannot be told."""
     if capture.as_it_was is not None:  # a look at the graph would compute activations once more
         return None
@@ -94,6 +94,7 @@ def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hasha
         hash(called_by)
     except TypeError:  # what it holds, and hides, may be another
         return None
+    n_data = len(capture.f)
     leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
     graph = _graph(capture.f, leaves, n_data)
     if graph is None:

@@ -333,18 +333,15 @@ class EmbeddingRule(LayerRule[Tensor]):
 files(EmbeddingRule(), nn.Embedding)
 
 
-Normaliser = Callable[[nn.Module, Tensor], Tensor]
-
-
 class _ScaleRule(LayerRule[Tensor]):
     """z = γ ⊙ n(x) + β.
 
     On the meta device, where shapes alone are asked, nothing is computed: PyTorch imports its compiler for such sums.
     """
 
-    def __init__(self, name: str, normalise: Normaliser) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.normalise = normalise
+        self.normalise = _NORMS[name]  # n
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
@@ -401,18 +398,6 @@ class ChannelScaleRule(_ScaleRule):
         return products.sum(2, keepdim=True) if parameter.numel() == 1 else products
 
 
-def _layer_norm(module: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, None, module.eps)
-
-
-def _group_norm(module: Any, x: Tensor) -> Tensor:
-    return F.group_norm(x, module.num_groups, None, None, module.eps)
-
-
 def _instance_norm(module: Any, x: Tensor) -> Tensor:
     mean, var = module.running_mean, module.running_var
     return F.instance_norm(x, mean, var, use_input_stats=mean is None, eps=module.eps)
@@ -422,9 +407,17 @@ def _running_norm(module: Any, x: Tensor) -> Tensor:
     return torch.batch_norm(x, None, None, module.running_mean, module.running_var, False, 0.0, module.eps, False)
 
 
-files(TrailingScaleRule("layer norm", _layer_norm), nn.LayerNorm)
-files(TrailingScaleRule("rms norm", _rms_norm), nn.RMSNorm)
-files(ChannelScaleRule("group norm", _group_norm), nn.GroupNorm)
-files(ChannelScaleRule("instance norm", _instance_norm), nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-files(ChannelScaleRule("batch norm", _running_norm), nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-files(ChannelScaleRule("prelu", lambda _, x: x.clamp(max=0)), nn.PReLU)
+_NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "layer norm": lambda module, x: F.layer_norm(x, module.normalized_shape, None, None, module.eps),
+    "rms norm": lambda module, x: F.rms_norm(x, module.normalized_shape, None, module.eps),
+    "group norm": lambda module, x: F.group_norm(x, module.num_groups, None, None, module.eps),
+    "instance norm": _instance_norm,
+    "batch norm": _running_norm,
+    "prelu": lambda _, x: x.clamp(max=0),
+}
+files(TrailingScaleRule("layer norm"), nn.LayerNorm)
+files(TrailingScaleRule("rms norm"), nn.RMSNorm)
+files(ChannelScaleRule("group norm"), nn.GroupNorm)
+files(ChannelScaleRule("instance norm"), nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+files(ChannelScaleRule("batch norm"), nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+files(ChannelScaleRule("prelu"), nn.PReLU)

@@ -126,21 +126,11 @@ def _gru(given: Tensor, recurrent: Tensor, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
-def _rnn_tanh(given: Tensor, recurrent: Tensor, state: State) -> State:
-    del state
-    return (torch.tanh(given + recurrent),)
-
-
-def _rnn_relu(given: Tensor, recurrent: Tensor, state: State) -> State:
-    del state
-    return (torch.relu(given + recurrent),)
-
-
 _CELL: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "lstm": _lstm,
     "gru": _gru,
-    "rnn_tanh": _rnn_tanh,
-    "rnn_relu": _rnn_relu,
+    "rnn_tanh": lambda given, recurrent, _: (torch.tanh(given + recurrent),),
+    "rnn_relu": lambda given, recurrent, _: (torch.relu(given + recurrent),),
 }
 
 
