@@ -1,7 +1,7 @@
 """Curvature by ASDL (Osawa et al., 2023), which reads the inputs and output gradients of linear and 2-d convolutions.
 
 ASDL (on the package index as asdfghjkl; the package called asdl there is another one) takes every row of a layer's
-inputs for a datum of its own, a layer's calls for one, and convolutions for ungrouped ones of input padded by zeros;
+inputs for a sample of its own, a layer's calls for one, and convolutions for ungrouped ones of input padded by zeros;
 some diagonals of convolutions it approximates. Where that would be wrong the native engine computes instead.
 """
 
@@ -230,7 +230,7 @@ class AsdlHessianEngine(PackageEngine):
 def batch_gradient(
     model: nn.Module, closure: Callable[[], Any], return_outputs: bool = False, batch_size: int | None = None
 ) -> Any:
-    """ASDL's own function of this name: gradients `[B, P]` per datum of what `closure` differentiates.
+    """ASDL's own function of this name: gradients `[B, P]` per sample of what `closure` differentiates.
 
     Args:
         model: The network, whose modules get hooks for the length of the call.

@@ -1,6 +1,6 @@
 """Curvature by BackPACK (Dangel, Kunstner & Hennig, 2020), which extends the backward pass of modules it knows.
 
-First-order quantities (gradients and Jacobians per datum) exist for known layers wherever they stand in a network;
+First-order quantities (gradients and Jacobians per sample) exist for known layers wherever they stand in a network;
 second-order ones only where the network is, from the first layer with random parameters on, a chain of known modules.
 Padding other than zeros, which BackPACK takes for zeros, and convolutions' Kronecker factors, which follow another
 convention than KFAC-expand, are the native engine's.
@@ -56,7 +56,7 @@ CHAIN: frozenset[type[nn.Module]] = LAYERS | FACTORED | {nn.LogSigmoid, *_ACTIVA
 
 
 def fault_of(module: Any, known: frozenset[type[nn.Module]]) -> str:
-    """Reason why a module is none of those that are known by their exact class, as they are; empty if it is."""
+    """Reason why a module is not differentiated correctly; empty if it is."""
     kind = type(module)
     if kind not in known:
         return f"no derivative of {kind.__name__}"
@@ -187,7 +187,7 @@ def _package() -> ModuleType:
 
 
 class BackPackEngine(PackageEngine):
-    """Base of both kinds of curvature: layers, and gradients per datum."""
+    """Base of both kinds of curvature: layers, and gradients per sample."""
 
     package = "backpack"
 
@@ -217,13 +217,13 @@ class BackPackEngine(PackageEngine):
         return torch.stack(rows, 1)
 
     def _per_datum(self, batch: CopiedBatch, field: str) -> list[Tensor]:
-        """Random entries `[B, p]` of what BackPACK left per datum on every tensor."""
+        """Random entries `[B, p]` of the per-sample values that BackPACK left on every tensor."""
         whole = [getattr(tensor, field).detach() for tensor in batch.tensors]
         return [slot.take_rows(values) for slot, values in zip(self.problem.slots, whole, strict=True)]
 
     @contextmanager
     def _extended(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """BackPACK's hooks on private modules; its global list of hooks is afterwards what it was before."""
+        """BackPACK's hooks on private modules; its global list of hooks is restored afterwards."""
         with _ONE_AT_A_TIME:
             handles = self.backpack.context.CTX.hook_handles
             before = len(handles)
@@ -281,7 +281,7 @@ class BackPackGGNEngine(BackPackEngine):
         return [getattr(batch.tensors[i], extension.savefield) for i in chosen]
 
     def _extension(self, quantity: str) -> Any:
-        """An extension, its draws (from the global state, which is put back) begun at a seed of their own."""
+        """An extension; its draws come from the global state, which is seeded anew and restored."""
         extensions = self.backpack.extensions
         if self.generator is not None:
             torch.manual_seed(drawn_seed(self.generator))
@@ -293,7 +293,7 @@ class BackPackGGNEngine(BackPackEngine):
 
 
 class BackPackEFEngine(BackPackEngine):
-    """Empirical Fisher by gradients per datum, or by the sums of their squares."""
+    """Empirical Fisher by gradients per sample, or by the sums of their squares."""
 
     name = "BackPackEF"
     native_type = EFEngine
@@ -325,7 +325,7 @@ def _layers(batch: CopiedBatch) -> list[nn.Module]:
 
 
 def _cleanup(module: nn.Module) -> None:
-    """Takes BackPACK's hooks and attributes off a module and its submodules, those of other modules left alone.
+    """Removes BackPACK's hooks and attributes from a module and its submodules.
 
     `backpack.context.CTX.remove_hooks()` takes the hooks off every module there is, and leaves the mark by which
     `extend` knows an extended module, so that it could not be extended again.

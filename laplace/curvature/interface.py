@@ -322,7 +322,7 @@ class CurvatureInterface:
     def selected_output_jacobians(
         self, x: Inputs, outputs: Tensor, enable_backprop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Jacobians `[B, s, P]` of some outputs of every datum, and all outputs `[B, C]`.
+        """Jacobians `[B, s, P]` of some outputs of every sample, and all outputs `[B, C]`.
 
         Args:
             x: Inputs of B data.
@@ -334,7 +334,7 @@ class CurvatureInterface:
         return Js.gather(1, chosen.expand(-1, -1, Js.shape[2])), f
 
     def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients `[B, P]` of `lossfunc` at every datum, and its sum, 0-dim."""
+        """Gradients `[B, P]` of `lossfunc` at every sample, and its sum, 0-dim."""
         Js, f = self.last_layer_jacobians(x) if self.last_layer else self.jacobians(x)
         with torch.enable_grad():
             outputs = f.detach().requires_grad_()
@@ -360,7 +360,7 @@ class GGNInterface(CurvatureInterface):
 
     Args:
         stochastic: Replace Λ by gradients at targets drawn from the model (the Monte-Carlo Fisher).
-        num_samples: Number of targets drawn per datum, with `stochastic`.
+        num_samples: Number of targets drawn per sample, with `stochastic`.
     """
 
     engine_type = GGNEngine
@@ -368,7 +368,7 @@ class GGNInterface(CurvatureInterface):
 
 
 class EFInterface(CurvatureInterface):
-    """Empirical Fisher backends: Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
+    """Empirical Fisher backends: Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of sample b."""
 
     kind = "ef"
     engine_type = EFEngine
@@ -392,7 +392,7 @@ class NativeGGN(GGNInterface):
 
 
 class NativeEF(EFInterface):
-    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of sample b.
 
     The arguments are those of `CurvatureInterface`, with `kfac_approx`, `memory_budget` and `max_passes` of
     `NativeGGN`; of outputs per token or pixel it takes a backward pass per position.

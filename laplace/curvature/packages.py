@@ -1,4 +1,4 @@
-"""Base of engines of other people's packages: tensors that a package cannot compute are the native engine's.
+"""Base of engines by other packages; what a package cannot compute, the native engine does.
 
 A table of every package says, before anything is computed, for which tensors of a batch it has a quantity and for which
 it has none, or a wrong one; those are *routed*: the native engine computes them, and `coverage()` says so with the
@@ -60,7 +60,7 @@ class CopiedBatch:
     gradients: tuple[Tensor, ...]  # Jᵀu by tensor, whole, of the copy and of the network
 
     def input_shape(self, slot: int) -> torch.Size:
-        """Shape of the inputs of the copied layer that holds a tensor with one use."""
+        """Shape of the inputs of the copied layer of a tensor with one use."""
         return self.x.shape if self.of_head else self.call(slot).x.shape
 
     def call(self, slot: int) -> LayerCall:
@@ -68,11 +68,11 @@ class CopiedBatch:
         return self.watched.capture.calls[self.watched.plan[slot].uses[0].call]
 
     def layer(self, slot: int) -> tuple[nn.Module, str]:
-        """The copied layer that holds a tensor with one use, and the attribute under which it does."""
+        """The copied layer of a tensor with one use, and the tensor's attribute there."""
         return self.copies[self.call(slot).module], self.watched.plan[slot].uses[0].attribute
 
     def treat_only(self, slots: Collection[int]) -> None:
-        """Makes the other tensors constants: what a package need not differentiate does not stop it."""
+        """Freezes the other tensors, so that layers that a package cannot differentiate do not stop it."""
         for i, tensor in enumerate(self.tensors):
             tensor.requires_grad_(i in slots)
 
@@ -131,7 +131,7 @@ def _copied(
 
 
 def _untied(head: nn.Module, tensors: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-    """Gives a head tensors of its own where they are tied to others of the network, which stay fixed."""
+    """Separates the tensors of a head from those of the network that they are tied to."""
     own: dict[int, nn.Parameter] = {}
     for name, tensor in list(head.named_parameters()):
         own[id(tensor)] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
@@ -141,7 +141,7 @@ def _untied(head: nn.Module, tensors: tuple[nn.Parameter, ...]) -> tuple[nn.Para
 
 
 def _is_faithful(batch: CopiedBatch) -> bool:
-    """True if the copy has the outputs of the network and, for the cotangent of the probe, its gradients."""
+    """True if the copy has the outputs of the network and, for a random cotangent, its gradients."""
     f = batch.watched.f
     outputs = batch.module(batch.x)
     if outputs.shape != f.shape or not close(outputs.detach(), f, f.norm()):
@@ -160,10 +160,10 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
 
 
 Reasons = dict[int, str]
-"""Reasons why tensors, by index, are not the package's."""
+"""Reasons why tensors, by index, are left to the native engine."""
 
 _WHOLE = ("full", "blocks", "matmul", "jacobian")
-"""Quantities of all tensors together: one of them that is routed takes the others along."""
+"""Quantities of all tensors together: if one tensor is left to the native engine, all are."""
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """Errors that packages raise for a network that they cannot differentiate."""
@@ -179,7 +179,7 @@ class LayerFactors:
 
 
 class PackageEngine(CurvatureEngine):
-    """Primitives by a package where it is right, by the native engine of the same kind elsewhere."""
+    """Computes by a package what it computes correctly, and the rest by the native engine of the same kind."""
 
     package: str  # Its name
     native_type: type[OuterEngine] | type[HessianEngine]  # Class of the native engine of the same kind
@@ -207,7 +207,7 @@ class PackageEngine(CurvatureEngine):
 
     @abstractmethod
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        """Reasons why tensors of a captured batch are not the package's, by its table of layers."""
+        """Reasons why tensors of a captured batch are left to the native engine."""
 
     def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
         if len(sink.parts) > 1:
@@ -296,7 +296,7 @@ class PackageEngine(CurvatureEngine):
     # The package's part of a batch.
 
     def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
-        """Values of the package, or None, and reasons why tensors are not its (empty where they are), in order."""
+        """Values of the package, or None, and for every tensor the reason why it is left out (empty if it is not)."""
         common = self._common_obstacle(watched, y)
         reasons = self.obstacles(primitive, watched) if common is None else self._everything(common)
         if reasons and primitive in _WHOLE:
@@ -335,7 +335,7 @@ class PackageEngine(CurvatureEngine):
         return watched, self.native.targets(watched.f, y, watched.positions)
 
     def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
-        """The reason why a batch is none for any package, or None."""
+        """The reason why no package can compute this batch, or None."""
         if watched.positions:
             return "outputs with positions"
         ignored = self.likelihood.ignore_index
@@ -351,7 +351,7 @@ class PackageEngine(CurvatureEngine):
         return "half precision" if tensors[0].dtype.itemsize < torch.float32.itemsize else None
 
     def _note(self, reasons: Reasons) -> None:
-        """Remembers for `coverage` what was routed, in any batch, to the native engine."""
+        """Remembers for `coverage` what was left to the native engine in any batch."""
         self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
 
 
@@ -374,7 +374,7 @@ def without_one_use(watched: ForwardPass) -> Reasons:
 
 
 def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
-    """Reasons why tensors are not a package's: not one use of one layer, data in another dimension, or a fault."""
+    """Reasons to leave tensors out: not one use of one layer, samples in another dimension, or a fault of the layer."""
     reasons = without_one_use(watched)
     for i, rule in enumerate(watched.plan):
         if i in reasons:

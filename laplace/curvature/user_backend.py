@@ -1,4 +1,4 @@
-"""The engine of a user's backend: primitives from the methods that its class defines, the library's for the rest."""
+"""The engine of a user's backend: the methods that its class defines, and the library's for the rest."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class UserBackendEngine(CurvatureEngine):
 
 
 def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:
-    """A user's loss, with the number of data and outputs that one forward pass tells."""
+    """A user's loss, with the number of samples and outputs from one forward pass."""
     problem = engine.problem
     dtype = torch.promote_types(problem.dtype, torch.float32)
     with torch.no_grad(), preserve_model(problem.module):
@@ -196,7 +196,7 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name
 
 @contextmanager
 def users_call(module: torch.nn.Module) -> Iterator[None]:
-    """A block for a call of a user's method: evaluation mode, gradients enabled, the model put back afterwards."""
+    """Context of a call of a user's method: evaluation mode, gradients enabled, the model restored afterwards."""
     with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
         with torch.inference_mode(False), torch.enable_grad():
             yield

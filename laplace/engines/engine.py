@@ -31,7 +31,7 @@ from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem
 
 _MAX_KEPT_BYTES = 2**26
-"""Bytes of features and outputs that are kept at most: beyond them nothing is."""
+"""Largest number of bytes of features and outputs that are kept: beyond it nothing is."""
 
 
 class SeenBatch(NamedTuple):
@@ -44,7 +44,7 @@ class SeenBatch(NamedTuple):
 
 
 class HeadMemory:
-    """Batches as a fit saw them: references to tensors that were made for it, of which nothing is copied."""
+    """Batches as a fit saw them, by reference."""
 
     def __init__(self) -> None:
         self._batches: list[SeenBatch] = []
@@ -52,7 +52,7 @@ class HeadMemory:
         self._n_bytes = 0
 
     def add(self, features: Tensor, f: Tensor, y: Tensor) -> None:
-        """Keeps a batch; with the first that is too much, all are let go, and none is kept from then on."""
+        """Keeps a batch; once they are too many, all are dropped and none is kept any more."""
         if self._n_bytes > _MAX_KEPT_BYTES:
             return
         storage = features.untyped_storage()
@@ -66,7 +66,7 @@ class HeadMemory:
             self._batches.append(SeenBatch(features, f, y, (features._version, y._version)))
 
     def batches(self) -> Sequence[SeenBatch]:
-        """The batches that were kept; none if one was written to since, as users may do with inputs of a loader."""
+        """The kept batches; none if a tensor was written to since then."""
         same = all(batch.versions == (batch.features._version, batch.y._version) for batch in self._batches)
         return self._batches if same else ()
 
@@ -84,7 +84,7 @@ class EngineOptions:
 
     Attributes:
         stochastic: Replace the output Hessian Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
-        num_samples: Targets drawn per datum.
+        num_samples: Targets drawn per sample.
         generator: Source of those draws; None for a new one with the seed of `torch.manual_seed`, so that the global
             random state is left alone.
         kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
@@ -140,16 +140,16 @@ class BatchSummary:
 
 
 _ROUNDING = 1e-9
-"""Relative error of a sum of weights that is rounding."""
+"""Relative error of a sum of weights that counts as rounding."""
 
 
 def as_count(number: float) -> float:
-    """A number of data, or a sum of their weights: an int where it is whole, up to the rounding of a sum."""
+    """A number of samples, or a sum of their weights: an int where it is whole up to rounding."""
     return round(number) if same_count(number, round(number)) else number
 
 
 def same_count(first: float, second: float) -> bool:
-    """True if two numbers of data differ by rounding alone."""
+    """True if two numbers of samples differ by rounding alone."""
     return abs(first - second) <= _ROUNDING * max(1.0, abs(first))
 
 
@@ -158,19 +158,19 @@ class OutputCurvature:
     """Curvature of the loss with respect to the outputs of a batch."""
 
     hessian: OutputHessian  # Λ of every row
-    n_positions: int  # Rows of a datum; 1 of outputs without positions
+    n_positions: int  # Rows of a sample; 1 of outputs without positions
 
 
 class LinearMap(ABC):
     """The outputs of a batch as a linear function of the random entries, J, and its transpose."""
 
     is_lasting: ClassVar[bool] = True
-    """True of numbers, which are worth their memory; False of a graph, which holds activations several times."""
+    """False for a graph, which holds activations several times and is not worth its memory."""
 
     @property
     @abstractmethod
     def n_bytes(self) -> int:
-        """Bytes that it holds, about."""
+        """Approximate bytes."""
 
     @abstractmethod
     def push(self, vectors: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
     @contextmanager
     def weighing(self, weights: Tensor | None) -> Iterator[None]:
-        """A block in which primitives of a batch count its data so often, `[B]`; None for once."""
+        """Context in which the samples of the batch have weights `[B]`; None for ones."""
         self.data_weights = weights
         try:
             yield
@@ -349,7 +349,7 @@ _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac"
 
 
 def require_no_positions(positions: Sequence[int], name: str) -> None:
-    """Raises where outputs have positions, which only the library's own engines know."""
+    """Refuses outputs with positions, which only the library's own engines support."""
     if positions:
         raise UnsupportedError(
             f"the network's outputs have positions (tokens or pixels), {list(positions)} besides data and channels, "
@@ -358,7 +358,7 @@ def require_no_positions(positions: Sequence[int], name: str) -> None:
 
 
 def detached(x: Inputs) -> Any:
-    """Inputs without a graph, and usable by autograd also when they were made under inference mode."""
+    """Inputs without a graph, and usable by autograd even if they were made under inference mode."""
     from laplace.core import batch as batches
 
     def clean(tensor: Tensor) -> Tensor:

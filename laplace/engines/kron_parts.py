@@ -1,4 +1,4 @@
-"""Kronecker factors as engines sum them: by key, with a form per random parameter; thin where few rows are summed."""
+"""Sums of Kronecker factors, by key, and how the block of every parameter reads them; low-rank where rows are few."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from laplace.errors import InvalidData
 
 @dataclass(frozen=True)
 class ThinFactor:
-    """V diag(λ) Vᵀ of fewer than n/2 columns; the other directions have eigenvalue 0, by their number and exactly.
+    """V diag(λ) Vᵀ of fewer than n/2 columns; the eigenvalues of all other directions are exactly 0.
 
     While a fit reads its data the columns are the rows that are summed, whose products need not be formed. What is kept
     of them are the eigenpairs (`algebra.thin_eigh`), all of these in float64, in which they take no more memory than
@@ -32,12 +32,11 @@ class ThinFactor:
         return len(self.values)
 
     def unsqueeze(self, dim: int) -> ThinFactor:
-        """The same with one more leading dimension, as of a tensor."""
         return replace(self, values=self.values.unsqueeze(dim), vectors=self.vectors.unsqueeze(dim))
 
     @staticmethod
     def holds(rows: int, width: int) -> bool:
-        """True if a sum over so many rows is held in this form; of none there is a matrix of zeros."""
+        """True if a sum over so many rows has this form; a sum over none is a matrix of zeros."""
         return 0 < 2 * rows < width
 
     @classmethod
@@ -48,7 +47,6 @@ class ThinFactor:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the matrix, the leading ones among them."""
         return self.vectors.ndim
 
     @property
@@ -63,12 +61,12 @@ class ThinFactor:
 
     @property
     def rows(self) -> Tensor:
-        """Rows whose products the factor sums, √λ Vᵀ, `[..., r, n]`."""
+        """√λ Vᵀ, `[..., r, n]`."""
         return (self.vectors * self.values.sqrt().unsqueeze(-2)).mT
 
     @property
     def trace(self) -> Tensor:
-        """Trace of the matrix, `[...]`: finite in a dtype if all squares are."""
+        """Trace of the matrix, `[...]`."""
         return (self.values * self.vectors.square().sum(-2)).sum(-1)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
@@ -77,27 +75,25 @@ class ThinFactor:
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
-        """The factor of rows that are not ignored `factor` times each."""
         return replace(self, values=factor * self.values)
 
     def joined(self, other: ThinFactor) -> ThinFactor:
-        """The factor of the rows of both."""
         values = torch.cat([widened(self.values), widened(other.values)], -1)
         vectors = torch.cat([widened(self.vectors), widened(other.vectors)], -1)
         return ThinFactor(values, vectors, orthonormal=False)
 
 
 Factor = Tensor | ThinFactor
-"""A sum of outer products: the matrix, or what stands for one of low rank."""
+"""A sum of outer products, as a matrix or of low rank."""
 
 
 def dense(factor: Factor, dtype: torch.dtype) -> Tensor:
-    """The matrix of a factor; one that is held as such, as it is."""
+    """The factor as a matrix."""
     return factor.matrix(dtype) if isinstance(factor, ThinFactor) else factor
 
 
 def added(a: Factor, b: Factor, dtype: torch.dtype) -> Factor:
-    """The sum of two factors: thin as long as their columns together are few enough, else a matrix of this dtype."""
+    """The sum of two factors: low-rank as long as it has few enough columns, else a matrix of this dtype."""
     if isinstance(a, ThinFactor) and isinstance(b, ThinFactor):
         both = a.joined(b)
         return both if ThinFactor.holds(both.rank, both.width) else both.matrix(dtype)
@@ -108,13 +104,13 @@ DENSE_BLOCK_LIMIT = 512
 """Largest tensor without Kronecker factors that gets an exact dense block; larger ones get an exact diagonal."""
 
 ASSIGNED = "assigned "
-"""Begins the keys of sums that a user assigned, factors of each tensor by itself."""
+"""Begins the keys of factors that a user assigned."""
 
 UNUSED = "unused"
-"""Kind of a block that no datum has needed yet."""
+"""Kind of a block that no sample has used yet."""
 
 Probe = Callable[[str, int, int], Tensor]
-"""Maps the key of a side, its number of groups G and its width n to the matrix it is multiplied with, `[G, n, w]`."""
+"""Maps key, number of groups G and width n of a side to the matrix that it is multiplied with, `[G, n, w]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +130,6 @@ class KronParts:
 
     @classmethod
     def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
-        """Sums of both forms."""
         matrices: dict[str, Tensor] = {}
         thin: dict[str, ThinFactor] = {}
         for key, factor in factors.items():
@@ -146,26 +141,26 @@ class KronParts:
 
     @property
     def every(self) -> dict[str, Factor]:
-        """Sums of both forms by key."""
+        """All sums by key."""
         return {**self.factors, **self.thin}
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the matrices' dtype and device: beside thin sides there is a number of positions."""
+        """A tensor of the sums' dtype and device."""
         return self.factors.get(self.blocks[0].output, next(iter(self.factors.values())))
 
     @property
     def n_terms(self) -> int:
-        """E: terms that are kept apart."""
+        """Number of terms E that are kept apart."""
         key = self.blocks[0].output
         return len(self.thin[key] if key in self.thin else self.factors[key])
 
     def matrix(self, key: str) -> Tensor:
-        """A sum as a matrix, in whatever form it is held."""
+        """The sum under a key as a matrix."""
         return dense(self.thin[key] if key in self.thin else self.factors[key], self.like.dtype)
 
     def dense(self) -> KronParts:
-        """The same with matrices in place of thin sides."""
+        """The same with all sums as matrices."""
         return KronParts({**self.factors, **{key: self.matrix(key) for key in self.thin}}, self.blocks)
 
     @classmethod
@@ -186,18 +181,18 @@ class KronParts:
         return cls(factors, tuple(blocks))
 
     def part(self, tensors: Sequence[int]) -> KronParts:
-        """The sums that blocks of some tensors read, by their indices."""
+        """The sums that the blocks of some tensors read."""
         blocks, every = tuple(self.blocks[i] for i in tensors), self.every
         keys = dict.fromkeys(key for block in blocks for key in block.reads if key in every)
         return KronParts.made_of({key: every[key] for key in keys}, blocks)
 
     def positions(self, block: KronBlock) -> float:
-        """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
+        """Number of positions that share the weight; 1 without data. Discounted data may count less than 1."""
         return (self._counts[block.positions] or 1.0) if block.positions else 1.0
 
     @cached_property
     def _counts(self) -> dict[str, float]:
-        """Numbers of positions by key: read together, for which a device is waited for once."""
+        """Numbers of positions by key, in one transfer from the device."""
         keys = list(dict.fromkeys(block.positions for block in self.blocks if block.positions is not None))
         return dict(zip(keys, torch.stack([self.factors[key] for key in keys]).tolist(), strict=True)) if keys else {}
 
@@ -240,7 +235,7 @@ class KronParts:
         return result
 
     def shared(self, share: float) -> list[list[Tensor]]:
-        """Factors per tensor whose input sides, means over data, are a share of those of all data."""
+        """Factors per tensor with input sides that are multiplied by a share of the data."""
         return [
             [share * factor if len(sides) == 2 and (i == 0) is block.input_first else factor
              for i, factor in enumerate(sides)]
@@ -270,7 +265,7 @@ class KronBlock:
 
 @dataclass(frozen=True, eq=False)
 class KronSketch:
-    """Products of Kronecker factors with given matrices, additive over batches as the factors are."""
+    """Products of Kronecker factors with given matrices, which add over batches as the factors do."""
 
     # Output sides times their matrices `[E, G, O, w]`, input sides `[G, I, w]`, counts and numbers of positions
     # as they are; nothing of tensors without factors
@@ -305,7 +300,7 @@ def _of_sides(
 
 
 def _either(a: KronBlock, b: KronBlock) -> KronBlock:
-    """The form of a block of two sets of data, of which one may not have needed it."""
+    """The form of a block for two sets of data, one of which may not have used it."""
     if UNUSED in (a.kind, b.kind):
         return b if a.kind == UNUSED else a
     if a.reads != b.reads:

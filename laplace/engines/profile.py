@@ -35,7 +35,7 @@ class BatchProfile:
     @classmethod
     @lru_cache(maxsize=64)  # of one network they are all the same
     def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
-        """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output."""
+        """Lower bound of every batch's profile: the sizes of the tensors, and one sample with one output."""
         tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
         return cls(
             layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0,
@@ -44,7 +44,7 @@ class BatchProfile:
 
     @property
     def n_params(self) -> int:
-        """P."""
+        """Number of parameters P."""
         return self.layout.n_params
 
     @property
@@ -60,19 +60,19 @@ class BatchProfile:
 
     @property
     def batch_bytes(self) -> int:
-        """Held while a batch is contracted: graph, gradients (as they arrive and stacked), and unfolded inputs."""
+        """Bytes while a batch is contracted: graph, gradients (twice, to be stacked), and unfolded inputs."""
         return self._held(self.at_once)
 
     @property
     def jacobian_bytes(self) -> int:
-        """Held while a batch is predicted: as `batch_bytes`, with one cotangent per output."""
+        """Bytes while a batch is predicted: as `batch_bytes`, with one cotangent per output."""
         most = max(1, self.n_outputs)
         share = min(1.0, self.budget / max(1, 2 * self.gradients * most))  # the batch is split beyond the budget
         return int(share * self._held(most))
 
     @property
     def proving_bytes(self) -> int:
-        """Held while rules are proved on a first batch: derivatives of all tensors, and copies of the largest's."""
+        """Bytes while rules are proved on a first batch: derivatives of all tensors, and copies of the largest."""
         sizes = [tensor.size for tensor in self.tensors]
         return self.widest + (sum(sizes) + 4 * max(sizes)) * self.itemsize
 
@@ -86,7 +86,7 @@ class BatchProfile:
         return max(self.graph + 2 * at_once * self.gradients + copied + cotangents, self.widest)
 
     def multiplies_by_factors(self, n_vectors: int) -> bool:
-        """True if curvature takes fewer multiplications with vectors by the factors of the Jacobian than by its graph.
+        """True if products with vectors are cheaper by the factors of the Jacobian than by its graph.
 
         A graph is gone through four times for every vector. Factors take K backward passes for all of them, and then
         half as much as these for a vector, and its outputs once for every cotangent.
@@ -97,12 +97,12 @@ class BatchProfile:
         return self.n_columns * network + self._products(n_vectors) < 4 * n_vectors * network
 
     def _products(self, n_vectors: int) -> int:
-        """Multiplications per datum of products with vectors by the factors of all cotangents."""
+        """Multiplications per sample of products with vectors by the factors of all cotangents."""
         chunks = -(-self.n_columns // self.at_once)
         return chunks * sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
 
     def product_bytes(self, n_vectors: int) -> int:
-        """Bytes held while a batch is multiplied with vectors.
+        """Bytes while a batch is multiplied with vectors.
 
         A graph of gradients, and vectors within the budget; or what a batch takes that is contracted, and outputs of a
         layer for all vectors, a piece at a time.
@@ -128,14 +128,14 @@ class BatchProfile:
         return [t.size for t in self.tensors if not t.is_head and (not t.factored or t.positions > 1)]
 
     def of_one_datum(self) -> BatchProfile:
-        """The same with batches of one datum."""
+        """The same with batches of one sample."""
         tensors = tuple(replace(tensor, copied=tensor.copied // self.n_data) for tensor in self.tensors)
         n_batches = None if self.n_batches is None else self.n_batches * self.n_data
         gradients = self.gradients // self.n_data
         return replace(self, n_data=1, gradients=gradients, tensors=tensors, n_batches=n_batches)
 
     def rank(self, rows: int, width: int) -> int:
-        """Rank at which a sum of outer products of width n is held, of so many rows per datum: n, if as a matrix."""
+        """Rank of a sum of outer products of width n with so many rows per sample; n if it is summed as a matrix."""
         if self.n_batches is None:
             return width
         rank = self.n_batches * self.n_data * rows

@@ -1,4 +1,4 @@
-"""Sinks: what structures sum over batches, from blocks of a weighted Jacobian or from quantities of a whole batch.
+"""Sinks: what structures sum over batches.
 
 An engine adds to a sink what it computes: cotangents by cotangents, heads without a root of Λ, or what a package gives.
 """
@@ -69,7 +69,7 @@ class BlockSource:
     single: bool
     # True if the batch does not need the tensor, so that another batch says in which form it is held
     unused: bool = False
-    # How often every datum counts on the input side, whose rows no cotangent weighs, `[B]`; None for once
+    # How often every sample counts on the input side, whose rows no cotangent weighs, `[B]`; None for once
     weights: Tensor | None = None
 
 
@@ -98,7 +98,7 @@ class Sink(ABC):
 
     @abstractmethod
     def begin(self, form: BatchForm) -> None:
-        """Is called before the blocks of every batch."""
+        """Called before the blocks of every batch."""
 
     @abstractmethod
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
@@ -106,11 +106,11 @@ class Sink(ABC):
 
     @abstractmethod
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
-        """Adds Σ_b J_bᵀ Λ_b J_b of heads that `heads` gave, without a root of Λ."""
+        """Adds Σ_b J_bᵀ Λ_b J_b of the heads from `heads`, without a root of Λ."""
 
     @abstractmethod
     def put(self, values: Any) -> None:
-        """Adds the quantity of a whole batch, whose memory the sink may keep."""
+        """Adds the whole quantity of a batch; the sink may keep its memory."""
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         """Adds what follows from the full curvature of a batch, `[E, P, P]`."""
@@ -127,7 +127,7 @@ class Sink(ABC):
 
 
 class DiagSink(Sink):
-    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor, of its number of vectors."""
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U of every tensor."""
 
     def __init__(self, bases: Bases | None = None, values: Tensor | None = None) -> None:
         self.bases = bases  # U of every tensor, or None for the identity
@@ -148,7 +148,7 @@ class DiagSink(Sink):
             self._values = torch.zeros(form.n_terms, starts[-1], dtype=form.dtype, device=form.problem.device)
 
     def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
-        """Those that are heads in their bases as well, in these."""
+        """The heads in the bases, where they still are heads."""
         in_basis = {i: self._in_basis(i, block) for i, block in heads.items()}
         return {i: block for i, block in in_basis.items() if isinstance(block, Head)}
 
@@ -175,7 +175,7 @@ class DiagSink(Sink):
         self._values = values if self._values is None else self._values.add_(values)
 
     def put_tensor(self, slot: int, values: Tensor) -> None:
-        """Adds the diagonal of one tensor, `[p]`, of a batch that was begun."""
+        """Adds the diagonal of one tensor, `[p]`."""
         self.values[:, self._slices[slot]] += values
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
@@ -317,7 +317,7 @@ class PairOfSinks(Sink):
 
 
 class KronSink(Sink):
-    """Kronecker factors by key of one batch; exact dense or diagonal blocks where a tensor has none."""
+    """Kronecker factors of one batch, by key; exact dense or diagonal blocks of tensors without factors."""
 
     quantity = "kron"
 
@@ -338,7 +338,7 @@ class KronSink(Sink):
             self.put_block(slot, block, {key: factors[key] for key in block.reads if key in factors})
 
     def put_block(self, slot: int, block: KronBlock, factors: Mapping[str, Factor]) -> None:
-        """Puts down the block of a tensor with the factors that it reads, as a package or a user has computed them."""
+        """Adds the block of a tensor with the factors that it reads, computed elsewhere."""
         self.blocks[slot] = block
         if self.probe is None:
             self.factors |= factors
@@ -408,7 +408,7 @@ class KronSink(Sink):
         )
 
     def _output_key(self, slot: int, product: FactoredBlock) -> str:
-        """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
+        """Key of the output side: shared by weight and bias if both see the gradients of the layer's outputs."""
         shared = product.shares_outputs and self.problem.slots[slot].entries is None
         return f"out:{self.sources[slot].use}" if shared else f"own:{slot}"
 
@@ -420,7 +420,7 @@ class KronSink(Sink):
         return self._product(key, rows)
 
     def _product(self, key: str, rows: Tensor | Patches) -> Tensor:
-        """The same, as a matrix."""
+        """`_gram`, never of low rank."""
         if self.probe is None:
             return gram_of(rows)
         rows = as_tensor(rows)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
+"""Bytes of a dense piece [K, b, p] of one tensor that is computed, contracted and dropped."""
 
 
 _SQUARED = 2**16
@@ -47,7 +47,7 @@ _ENTRY_COST = 16
 
 @dataclass(frozen=True, eq=False)
 class RankOne:
-    """Outer products g ⊗ a, one for every datum and cotangent."""
+    """Outer products g ⊗ a, one for every sample and cotangent."""
 
     g: Tensor | None  # `[K, B, O]`, or None for the identity, K = O
     a: Tensor  # `[B, I]`
@@ -99,7 +99,7 @@ class ProductBasis:
         return self._shape_after(self.left, self.right)
 
     def split(self, *, output: bool, inputs: bool) -> tuple[ProductBasis, ProductBasis]:
-        """The rotations of the sides that are asked for, and those of the others, which follow them."""
+        """Splits the rotation in two: of the given sides first, then of the others."""
         left, right = (output, inputs) if self.output_first else (inputs, output)
         first = (self.left if left else None), (self.right if right else None)
         rest = (None if left else self.left), (None if right else self.right)
@@ -137,7 +137,7 @@ class TensorShape:
 
     @property
     def is_outer_product(self) -> bool:
-        """True if its Jacobian is one outer product for every datum, all of whose entries are random."""
+        """True if its Jacobian is one outer product for every sample, all of whose entries are random."""
         single = self.factored and not self.indexed and self.groups == self.positions == 1 < self.n_inputs
         return single and self.size == self.n_outputs * self.n_inputs
 
@@ -148,11 +148,11 @@ class TensorShape:
 
     @property
     def multiplications(self) -> int:
-        """Multiplications that its layer takes for one datum."""
+        """Multiplications that its layer takes for one sample."""
         return self.size * self.positions
 
     def products(self, n_vectors: int, n_cotangents: int) -> int:
-        """Multiplications per datum of J v and Jᵀ w, by positions or by J multiplied out, whichever are fewer."""
+        """Multiplications per sample of J v and Jᵀ w, by positions or by J multiplied out, whichever are fewer."""
         by_position = n_vectors * (self.multiplications + n_cotangents * self.groups * self.n_outputs * self.positions)
         multiplied_out = n_cotangents * (self.multiplications + n_vectors * self.size)
         return 2 * min(by_position, multiplied_out if self.positions > 1 else by_position)
@@ -209,7 +209,7 @@ class Block(ABC):
         """The block of some of the data: a slice, or indices `[n]`."""
 
     def select_outputs(self, outputs: Tensor) -> Block:
-        """K cotangents of every datum, `outputs` `[B, K]`: a block `[K, B, p]`."""
+        """K cotangents of every sample, `outputs` `[B, K]`: a block `[K, B, p]`."""
         return DenseBlock(at_outputs(self.dense(), outputs))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
@@ -217,11 +217,11 @@ class Block(ABC):
         return PickedBlock(self, entries)
 
     def join(self, others: Sequence[Block]) -> Block:
-        """The block with the cotangents of other blocks `[K_i, B, p]` of the same tensor and data appended."""
+        """The block with the cotangents of other blocks `[K_i, B, p]` of the same tensor and samples appended."""
         return DenseBlock(torch.cat([self.dense(), *(other.dense() for other in others)]))
 
     def add(self, others: Sequence[Block]) -> Block:
-        """The sum with other blocks of the same tensor, cotangents and data: its other uses in the network."""
+        """The sum with blocks of other uses of the same tensor."""
         return SumBlock((self, *others))
 
     def at_places(self, present: Tensor) -> Block:
@@ -255,7 +255,7 @@ class Block(ABC):
         return MappedBlock(self, basis.rotate, basis.size)
 
     def detached(self) -> Block:
-        """The block as plain tensors, without graphs or references to a network."""
+        """The block as plain tensors, without graphs."""
         return DenseBlock(self.dense().detach().contiguous())
 
     def state(self) -> dict[str, Any]:
@@ -279,12 +279,12 @@ class Block(ABC):
 
     @property
     def terms(self) -> tuple[Block, ...]:
-        """Blocks of which it is the sum."""
+        """Blocks that it is the sum of."""
         return (self,)
 
     @property
     def product(self) -> FactoredBlock | None:
-        """The sum of outer products that it is, or is entries of; None without factors."""
+        """The sum of outer products that it is, or selects entries of; None without factors."""
         return None
 
     @property
@@ -293,7 +293,7 @@ class Block(ABC):
         return None
 
     def rank_one(self) -> RankOne | None:
-        """Factors of a block that is one outer product for every datum and cotangent; None of any other."""
+        """Its factors if it is one outer product for every sample and cotangent, else None."""
         return None
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
@@ -313,11 +313,11 @@ class Block(ABC):
 
     @property
     def contracts_factors(self) -> bool:
-        """True if contractions with weights take factors alone, and no dense pieces."""
+        """True if contractions with weights need no dense pieces."""
         return False
 
     def bound(self) -> Tensor:
-        """A cheap upper bound of the Frobenius norm of J, 0-dim: the scale against which errors are judged."""
+        """A cheap upper bound of the Frobenius norm of J, 0-dim: the scale for errors."""
         return self.dense().norm()
 
     def entries(self, index: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Block(ABC):
         return torch.cat([piece[..., index] for piece in self.pieces()], 1)
 
     def by_output(self) -> Tensor:
-        """The dense array with a row for every datum and output, `[B·K, p]`."""
+        """The dense array with a row for every sample and output, `[B·K, p]`."""
         return self.dense().transpose(0, 1).flatten(0, 1)
 
     def pieces(self) -> Iterator[Tensor]:
@@ -339,7 +339,7 @@ class Block(ABC):
             yield self.at(slice(start, start + step)).dense()
 
     def add_squares(self, running: Tensor) -> None:
-        """Adds Σ J² over data and cotangents to a running sum `[p]`, in place, so that no second one is held."""
+        """Adds Σ J² over samples and cotangents to a running sum `[p]`, in place."""
         for piece in self.pieces():
             add_squared(running, piece.flatten(0, 1))
 
@@ -352,17 +352,17 @@ class Block(ABC):
         return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        """J diag(w) Jᵀ per datum, `[B, K, K]`, for weights w `[p]`, accumulated in their dtype."""
+        """J diag(w) Jᵀ per sample, `[B, K, K]`, for weights w `[p]`, accumulated in their dtype."""
         return torch.cat([row_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
 
     def weighted_norms_each(self, weights: Tensor) -> Tensor:
-        """The norms of n weights `[n, p]`, `[n, B, K]`: pieces are made once for all."""
+        """`weighted_norms` for n weights `[n, p]`, `[n, B, K]`, with pieces computed once."""
         if self.contracts_factors:
             return torch.vmap(self.weighted_norms)(weights)
         return torch.cat([torch.einsum("kbp,np->nbk", piece.square(), weights) for piece in self.pieces()], 1)
 
     def weighted_gram_each(self, weights: Tensor) -> Tensor:
-        """The Grams of n weights `[n, p]`, `[n, B, K, K]`: pieces are made once for all."""
+        """`weighted_gram` for n weights `[n, p]`, `[n, B, K, K]`, with pieces computed once."""
         if self.contracts_factors:
             return torch.vmap(self.weighted_gram)(weights)
         grams: list[Tensor] = []
@@ -405,14 +405,14 @@ B = TypeVar("B", bound=Block)
 
 
 def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
-    """The blocks, if all are of one kind."""
+    """The blocks if all are of one kind, else None."""
     alike = [block for block in blocks if isinstance(block, kind)]
     return alike if len(alike) == len(blocks) else None
 
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(Block):
-    """A block that is held multiplied out: small tensors, and parameters without a layer rule."""
+    """A dense block: of small tensors, and parameters without a layer rule."""
 
     values: Tensor  # `[K, B, p]`
     kind = "dense"
@@ -434,7 +434,7 @@ class DenseBlock(Block):
 
 @dataclass(frozen=True)
 class SumBlock(Block):
-    """A tensor used several times: contributions of one datum add up before anything is squared."""
+    """The block of a tensor that is used several times."""
 
     parts: tuple[Block, ...]
     kind = "sum"
@@ -547,7 +547,7 @@ class PickedBlock(_Wrapper):
 
     @property
     def gathers(self) -> bool:
-        """True for few entries: their products cost less than contractions of the whole block with zeros elsewhere."""
+        """True if gathering the few entries is cheaper than contracting the whole block with zeros elsewhere."""
         few = _ENTRY_COST * self.n_cotangents * self.size < self.whole.size
         return few or not self.whole.contracts_factors
 
@@ -629,11 +629,11 @@ class JoinedBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class LazyBlock(Block):
-    """A dense block whose pieces are computed when they are asked for."""
+    """A dense block whose pieces are computed when they are needed."""
 
     compute: Callable[[slice], Tensor]  # Gives `[K, b, p]` of a slice of the data
     sizes: tuple[int, int]  # K and p
-    span: tuple[int, int]  # First datum of this block, and the one after its last
+    span: tuple[int, int]  # First sample of this block, and the one after its last
     norm: Tensor  # The bound
 
     @property
@@ -672,7 +672,7 @@ class LazyBlock(Block):
 
 
 def at_outputs(values: Tensor, outputs: Tensor) -> Tensor:
-    """Entries `[K, B, …]` of `[C, B, …]` at outputs of every datum, `[B, K]`."""
+    """Entries `[K, B, …]` of `[C, B, …]` at outputs of every sample, `[B, K]`."""
     return values[outputs.T, torch.arange(len(outputs), device=outputs.device)]
 
 
@@ -682,7 +682,7 @@ def by_row(values: Tensor, n_positions: int) -> Tensor:
 
 
 def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts one after the other; without numbers their shape, for which PyTorch imports its compiler."""
+    """`torch.cat`, which on the meta device would import the compiler."""
     first = parts[0]
     if not first.is_meta:
         return torch.cat(list(parts), dim)
@@ -690,12 +690,12 @@ def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def entries_of(rows: Tensor, index: Tensor) -> Tensor:
-    """Some entries `[..., q]` of rows `[..., n]`; without numbers by an operation that needs no compiler."""
+    """Entries `[..., q]` of rows `[..., n]`, on the meta device by an operation that imports no compiler."""
     return rows.index_select(-1, index) if rows.is_meta else rows[..., index]
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Σ_k x_k² of `[K, ...]`, `[...]`; of a large array without a second one of its size."""
+    """Σ_k x_k² of `[K, ...]`, without a second array of its size."""
     if x.numel() <= _SQUARED:
         return x.square().sum(0)
     add_squared(total := x.new_zeros(x.shape[1:]), x)
@@ -703,7 +703,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def add_squared(running: Tensor, x: Tensor) -> None:
-    """Adds Σ_k x_k² of `[K, ...]` to `[...]`; of a large array without a second one of its size."""
+    """Adds Σ_k x_k² of `[K, ...]` to `[...]`, without a second array of its size."""
     step = max(1, _SQUARED // max(1, x[0].numel()))
     for part in x.split(step):
         if step > 1:
@@ -713,5 +713,4 @@ def add_squared(running: Tensor, x: Tensor) -> None:
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of tensors."""
     return reduce(torch.add, parts)

@@ -1,4 +1,4 @@
-"""Running sum of a full curvature over batches."""
+"""Running sums of full curvatures over batches, by pairs of layers where that is less work than by dense rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 
 _DATA = 16
-"""Number of data for which the form of a sum is chosen, whatever the first batch: it may be a small one of many."""
+"""Batch size for which the form of a sum is chosen, whatever the size of the first batch."""
 
 
 @dataclass(eq=False)
 class MatrixSum:
-    """Σ J Jᵀ `[E, p, p]`, by pairs of layers where that is less work, and of what is multiplied out."""
+    """Σ J Jᵀ `[E, p, p]`: the sum of a dense matrix and of one that is summed by pairs of layers."""
 
     size: int  # Number of entries p
     # `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none
@@ -34,15 +34,13 @@ class MatrixSum:
 
     @classmethod
     def of(cls, values: Tensor) -> MatrixSum:
-        """The sum of complete matrices `[E, p, p]`."""
         return cls(values.shape[-1], values, n_terms=len(values))
 
     def add(self, values: Tensor) -> None:
-        """Adds matrices `[E, p, p]`."""
         self.upper(len(values), values).add_(values)
 
     def upper(self, n_terms: int, like: Tensor) -> Tensor:
-        """The sum of what is multiplied out, `[E, p, p]`, to add to in place; the upper block triangle counts."""
+        """The dense sum `[E, p, p]`, to add to in place; only its upper block triangle is used."""
         if self.values is None:
             self.values, self.n_terms = like.new_zeros(n_terms, self.size, self.size), n_terms
         if self.values.dtype != like.dtype:  # a sum keeps what the wider of its terms holds
@@ -50,7 +48,7 @@ class MatrixSum:
         return self.values
 
     def add_blocks(self, blocks: Sequence[Block], n_terms: int, first: int, like: Tensor) -> None:
-        """Adds the outer products of weighted blocks that follow each other."""
+        """Adds the outer products of weighted blocks of all tensors."""
         if self.paired is None and self.values is None and n_terms == 1 and Pairs.are_less_work(blocks, _DATA):
             self.paired = PairSum.zeros(Pairs.of(blocks), like)
         if self.paired is not None and self.paired.pairs == Pairs.of(blocks):
@@ -77,12 +75,12 @@ class MatrixSum:
 
     @staticmethod
     def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int) -> Pairs | None:
-        """Pairs by which the outer products of tensors of these shapes are summed; None where they are not."""
+        """Pairs by which the outer products of tensors of these shapes are summed; None for a dense sum."""
         is_head = all(shape.is_head for shape in shapes)
         return Pairs.of_shapes(shapes, n_cotangents, _DATA) if n_terms == 1 or is_head else None
 
     def complete(self) -> Tensor:
-        """The matrices `[E, p, p]`; what was held by pairs is released."""
+        """The matrices `[E, p, p]`; the sum by pairs is released."""
         if self.values is not None:
             mirror(self.values)
         if self.paired is not None:
@@ -92,7 +90,7 @@ class MatrixSum:
         return self.upper(1, torch.empty(0))
 
     def is_finite(self) -> Tensor:
-        """True, 0-dim, if all is finite, by entries that hold every square: a batch passes over no whole matrix."""
+        """True, 0-dim, if all entries are finite, which the diagonals show."""
         own = [] if self.values is None else [self.values.diagonal(dim1=1, dim2=2)]
         if self.paired is not None:
             own += self.paired.squares()
@@ -103,11 +101,11 @@ class MatrixSum:
 
 
 _STRIP = 8
-"""Inputs whose products with all others are taken at once: half of the products need not be taken twice."""
+"""Inputs whose products with all others are computed at once, nearly without duplicates (a_i a_j, a_j a_i)."""
 
 
 class Entries(Enum):
-    """Entries of a symmetric matrix that are held."""
+    """Which entries of a symmetric matrix are stored."""
 
     TRIANGLE = "those on and above the diagonal"
     ABOVE = "those above the diagonal, of a matrix whose rows sum to zero"
@@ -116,14 +114,14 @@ class Entries(Enum):
 
 @dataclass(frozen=True)
 class SymmetricForm:
-    """Form of symmetric `[n, n]`: entries from which the others follow."""
+    """Packed form of symmetric matrices `[n, n]`: the entries from which all others follow."""
 
     n: int  # Width of the matrices
     entries: Entries = Entries.TRIANGLE  # Those that are held
 
     @classmethod
     def of(cls, hessian: OutputHessian) -> SymmetricForm:
-        """The form of sums over output Hessians of a likelihood."""
+        """The form of sums of output Hessians."""
         n = hessian.diag.shape[1]
         if hessian.is_diagonal:
             return cls(n, Entries.DIAGONAL)
@@ -131,21 +129,21 @@ class SymmetricForm:
 
     @property
     def size(self) -> int:
-        """Number of entries that are held."""
+        """Number of stored entries."""
         off = self.n * (self.n - 1) // 2
         return {Entries.TRIANGLE: off + self.n, Entries.ABOVE: off, Entries.DIAGONAL: self.n}[self.entries]
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows and columns of the entries that are held, `[size]` each."""
+        """Rows and columns of the stored entries, `[size]` each."""
         return _indices(self, device)
 
     def picked(self, matrices: Tensor) -> Tensor:
-        """The entries of symmetric `[..., n, n]` that are held, `[..., size]`."""
+        """The stored entries `[..., size]` of symmetric matrices `[..., n, n]`."""
         rows, columns = self.indices(matrices.device)
         return matrices.flatten(-2)[..., rows * self.n + columns]
 
     def completed(self, values: Tensor) -> Tensor:
-        """Symmetric matrices `[..., n, n]` of the entries that are held, `[..., size]`."""
+        """Symmetric matrices `[..., n, n]` from stored entries `[..., size]`."""
         if self.entries is Entries.DIAGONAL:
             return torch.diag_embed(values)
         if self.entries is Entries.TRIANGLE:
@@ -160,7 +158,7 @@ class SymmetricForm:
 
 @dataclass(frozen=True)
 class Strip:
-    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on."""
+    """Products a_i a_j of the inputs of one layer, for consecutive i and all j from the first i on."""
 
     start: int  # First i
     stop: int  # Last i, and one
@@ -178,12 +176,12 @@ class Strip:
         return slice(self.first, self.first + self.size)
 
     def of(self, sums: Tensor, n: int) -> Tensor:
-        """A view of this strip's sums `[n, i, j]`, among those of all strips one after the other, `[n · products]`."""
+        """A view of this strip's sums `[n, i, j]` in the concatenated sums of all strips, `[n · products]`."""
         own = sums[n * self.first : n * (self.first + self.size)]
         return own.view(n, self.stop - self.start, self.width - self.start)
 
     def squares(self, n: int) -> list[int]:
-        """Places of the sums of a_i a_i among those of all strips."""
+        """Places of the sums of a_i a_i in the concatenated sums of all strips."""
         step = self.width - self.start + 1
         rows = range(n * self.first, n * (self.first + self.size), self.size)
         return [row + k * step for row in rows for k in range(self.stop - self.start)]
@@ -221,7 +219,7 @@ def n_products(width: int) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Products a ⊗ b of every datum, `[B, I·I']`."""
+    """Products a ⊗ b of every sample, `[B, I·I']`."""
     return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
 
 
@@ -262,12 +260,12 @@ def _places(n: int, device: torch.device) -> Tensor:
 
 
 _WORTHWHILE = 2**24
-"""Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
+"""Multiplications of a dense sum from which pairs of layers are less work: each pair takes a few operations."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Entries of a full matrix that are seen as inputs × outputs."""
+    """Entries of a full matrix as inputs × outputs: of a layer, a head, or all dense blocks together."""
 
     blocks: tuple[int, ...]  # Indices of the blocks: one weight, those of a head, or all that are multiplied out
     slices: tuple[slice, ...]  # Their entries
@@ -278,16 +276,16 @@ class Part:
 
     @property
     def is_product(self) -> bool:
-        """True of a layer, whose factors are contracted."""
+        """True for a layer or head, whose factors are contracted; False for dense blocks."""
         return bool(self.inputs)
 
     @property
     def n_inputs(self) -> int:
-        """I; 1 of what is multiplied out."""
+        """Number of inputs I; 1 for dense blocks."""
         return sum(self.inputs) or 1
 
     def pieces(self) -> Iterator[tuple[Part, slice, slice, slice]]:
-        """The part of every block, its entries in the matrix, and which of the inputs I and outputs O they are."""
+        """For every block its part, its entries in the matrix, and which of the inputs I and outputs O they are."""
         start = 0
         for k, (index, entries) in enumerate(zip(self.blocks, self.slices, strict=True)):
             size = self.inputs[k] if self.is_product else entries.stop - entries.start
@@ -322,7 +320,7 @@ class Part:
         return view.transpose(0, 1) if self.input_first else view
 
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
-        """Factors of its blocks: dense rows and ones of what is multiplied out."""
+        """Factors of its blocks; of dense blocks their rows and ones."""
         own = [blocks[i] for i in self.blocks]
         factors = [factor for factor in (block.rank_one() for block in own) if factor is not None]
         if not self.is_product:
@@ -333,14 +331,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every pair of the parts of some blocks that follow each other."""
+    """All pairs of the parts of some blocks."""
 
     parts: tuple[Part, ...]  # Layers, and last what is multiplied out, if anything is
     size: int  # Number of entries P
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Pairs:
-        """The pairs of some blocks."""
         slices: list[slice] = []
         start = 0
         for block in blocks:
@@ -365,7 +362,7 @@ class Pairs:
 
     @classmethod
     def of_shapes(cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int) -> Pairs | None:
-        """The pairs of tensors of these shapes; None where multiplying them out is less work.
+        """The pairs of tensors of these shapes; None where a dense sum is less work.
 
         The order of the parts and of the entries is not that of the blocks: they serve to count.
         """
@@ -381,7 +378,7 @@ class Pairs:
 
     @staticmethod
     def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
-        """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
+        """True if pairs are less work than a dense sum: there are layers, and several outputs."""
         n_cotangents = blocks[0].n_cotangents
         if not _are_worthwhile(n_cotangents, n_data, sum(block.size for block in blocks)):
             return False
@@ -393,7 +390,7 @@ class Pairs:
         return combinations_with_replacement(range(len(self.parts)), 2)
 
     def size_of(self, i: int, j: int) -> int:
-        """Numbers that are held of a pair of parts: of what is multiplied out all, of a layer with itself few twice."""
+        """Numbers that are stored for a pair of parts."""
         one, other = self.parts[i], self.parts[j]
         if i == j and one.is_product:
             return n_products(one.n_inputs) * SymmetricForm(one.n_outputs).size
@@ -401,17 +398,17 @@ class Pairs:
 
     @property
     def n_numbers(self) -> int:
-        """Numbers that are held of all pairs."""
+        """Numbers that are stored for all pairs."""
         return sum(self.size_of(i, j) for i, j in self)
 
     @property
     def n_placed_at_once(self) -> int:
-        """Numbers of the largest strip that is laid out to be written into a matrix."""
+        """Numbers of the largest strip as it is written into a matrix."""
         layers = [part for part in self.parts if part.is_product]
         return max(strips(part.n_inputs)[0].size * part.n_outputs**2 for part in layers)
 
     def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
-        """Numbers that a pass over so many data multiplies out and drops."""
+        """Largest number of temporary numbers in a pass over the data."""
         return min(n_data, self._data_at_once(n_cotangents)) * self._numbers_per_datum(n_cotangents)
 
     def _data_at_once(self, n_cotangents: int) -> int:
@@ -426,7 +423,7 @@ class Pairs:
             yield data, [part.factors(some, dtype) for part in self.parts]
 
     def _numbers_per_datum(self, n_cotangents: int) -> int:
-        """Size of the products that one pair makes of a datum, and of what is multiplied out."""
+        """Temporary numbers of one sample: products of the largest pair, and dense factors."""
         pairs = [(self.parts[i], self.parts[j]) for i, j in self]
         inputs = [
             strips(one.n_inputs)[0].size if one is other else one.n_inputs * other.n_inputs for one, other in pairs
@@ -446,7 +443,7 @@ def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Tensors joined in a dimension; a single one as it is."""
+    """`torch.cat`, without a copy of a single tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
@@ -461,7 +458,7 @@ class PairedMatrix:
         self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
 
     def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
-        """Values of a pair, `[I·I', O·O']`, of a layer with itself few numbers twice; of what is multiplied out S."""
+        """Coefficients of a pair of layers, `[I·I', O·O']`; packed for a layer with itself, S for dense blocks."""
         one, other = self.pairs.parts[i], self.pairs.parts[j]
         values = one.picked(other, matrix)
         if i != j:
@@ -480,7 +477,7 @@ class PairedMatrix:
         return torch.cat(parts)
 
     def _product(self, factors: Sequence[RankOne], i: int, j: int, *, diagonal: bool) -> Tensor:
-        """The terms of two parts, `[b, K, K]` or `[b, K]`; of two different ones in either order."""
+        """The terms of two parts, `[b, K, K]` or `[b, K]`, in both orders."""
         one, other, values = factors[i], factors[j], self.values[i, j]
         if i == j and not self.pairs.parts[i].is_product:
             between = values
@@ -535,7 +532,7 @@ class PairSum:
 
     @classmethod
     def zeros(cls, pairs: Pairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
-        """The sum over nothing, in the dtype and on the device of a tensor."""
+        """An empty sum in the dtype and on the device of a tensor."""
         forms = tuple(SymmetricForm(part.n_outputs) if head is None else head for part in pairs.parts)
         return cls(pairs, forms, {pair: like.new_zeros(_shape(pairs, forms, *pair)) for pair in pairs})
 
@@ -564,7 +561,7 @@ class PairSum:
         return next(iter(self.sums.values())).dtype
 
     def squares(self) -> list[Tensor]:
-        """Sums of which all others are finite if these are: of every layer and of what is multiplied out."""
+        """Diagonal sums: if they are finite, all sums are."""
         result: list[Tensor] = []
         for i, part in enumerate(self.pairs.parts):
             own = self.sums[i, i]
@@ -574,7 +571,7 @@ class PairSum:
         return result
 
     def dense(self, n_terms: int = 1) -> Tensor:
-        """The matrices `[E, P, P]`; beside them and the sums little is held."""
+        """The matrices `[E, P, P]`."""
         size = self.pairs.size
         values = next(iter(self.sums.values()))
         if n_terms > 1:
@@ -587,7 +584,7 @@ class PairSum:
         return matrix
 
     def _place(self, matrix: Tensor, output: int | None = None) -> None:
-        """Writes the sum, or of a head with a diagonal Λ what belongs to one output, into a matrix `[P, P]`."""
+        """Writes the sum into a matrix `[P, P]`, or for a head with a diagonal Λ the part of one output."""
         for (i, j), values in self.sums.items():
             one, other = self.pairs.parts[i], self.pairs.parts[j]
             if i == j and one.is_product:

@@ -1,4 +1,4 @@
-"""Blocks of a layer whose outputs are the network's: J = I ⊗ φ, of which the identity is never built."""
+"""Blocks of a last layer: J = I ⊗ φ, without ever building the identity."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BYTES = 8
 
 @dataclass(frozen=True, eq=False)
 class HeadRows(Block):
-    """∂f_k / ∂W_cd = δ_kc φ_d for K outputs k of every datum, of a weight `(C, D)` or of a bias, with φ = 1 and D = 1.
+    """∂f_k / ∂W_cd = δ_kc φ_d for K outputs k of every sample, of a weight `(C, D)` or of a bias, with φ = 1 and D = 1.
 
     Of a vocabulary of 50,000 outputs no more than the K rows of W are read: nothing here is `[B, C]`.
     """
 
     features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
-    outputs: Tensor  # The k of every datum, `[B, K]`
+    outputs: Tensor  # The k of every sample, `[B, K]`
     n_outputs: int  # C
     is_bias: bool = False  # True for a bias
     kind = "head rows"
@@ -59,11 +59,11 @@ class HeadRows(Block):
         return (lambda: self.kernel(other)) if isinstance(other, HeadRows) else None
 
     def kernel(self, other: HeadRows) -> Tensor:
-        """φ · φ' where two data have an output in common, `[K, B, L, M]`, float64."""
+        """φ · φ' where two samples share an output, `[K, B, L, M]`, float64."""
         products = widened(self.features) @ widened(other.features).T
         return products[None, :, None] * (self.outputs.T[:, :, None, None] == other.outputs.T)
 
-    # Contractions: with the rows of the weights that belong to a datum's outputs.
+    # Contractions: with the rows of the weights that belong to a sample's outputs.
 
     @property
     def contracts_factors(self) -> bool:
@@ -102,7 +102,7 @@ class HeadRows(Block):
 
 
 class Head(Block):
-    """A block of a layer whose outputs are the network's, in their basis or another one."""
+    """A block of a layer whose outputs are the network's, in the basis of the outputs or another one."""
 
     features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     is_bias: bool  # True for a bias
@@ -127,7 +127,7 @@ class HeadBlock(Head):
 
     @classmethod
     def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
-        """The block of a head, by that of its layer with any output gradients, which are not read; None of another."""
+        """The block of a head from the block of its layer (gradients are ignored); None of another layer."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None
         inputs = block.inputs
@@ -177,7 +177,6 @@ class HeadBlock(Head):
         return RankOne(None, self.features, self.n_outputs)
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor]:
-        """The kernel with any block: the other's columns of an output, contracted with the features."""
         return lambda: self._kernel(other)
 
     def _kernel(self, other: Block) -> Tensor:
@@ -227,7 +226,7 @@ class HeadBlock(Head):
         return self._on_diagonal(hessian.diagonal().to(squares).T @ squares, per_output=per_output)
 
     def _on_diagonal(self, values: Tensor, *, per_output: bool) -> Tensor:
-        """Values `[C, D]` of the entries, `[1, C·D]`, or in a row for every output, which has its own, `[C, C·D]`."""
+        """Values `[C, D]` of the entries as `[1, C·D]`, or with a row for every output, `[C, C·D]`."""
         if not per_output:
             return values.reshape(1, -1)
         rows = values.new_zeros(self.n_outputs, *values.shape)
@@ -302,7 +301,7 @@ class RotatedHeadBlock(Head):
 
     @property
     def _different(self) -> HeadBlock:
-        """The head of the data that differ: those of a bias are all the same."""
+        """The head of different samples only: those of a bias are all equal."""
         return self.head.at(slice(0, 1)) if self.is_bias else self.head
 
     def weighted_norms(self, weights: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class IndexBlock(FactoredBlock):
 
     @classmethod
     def of(cls, index: Tensor, g: Tensor, n_rows: int) -> IndexBlock:
-        """The block of positions `[B, T]` that reach the table where their row is not −1."""
+        """The block of positions `[B, T]`, where −1 reads no row."""
         # Of positions without numbers PyTorch would import its compiler.
         counted = index.new_empty(index.shape, dtype=torch.bool) if index.is_meta else index >= 0
         return cls(index, g, n_rows, counted)
@@ -62,7 +62,7 @@ class IndexBlock(FactoredBlock):
         return part if selection.index is None else PickedBlock(part, selection.index)
 
     def _places(self, rows: Tensor) -> Tensor:
-        """The index among some of the rows `[R]`, −1 of others."""
+        """The index within some rows `[R]`, −1 for other rows."""
         if self.index.is_meta:
             return self.index
         place = self.index.new_full((self.n_rows + 1,), -1)  # the last one is that of −1
@@ -70,7 +70,6 @@ class IndexBlock(FactoredBlock):
         return place[self.index]
 
     def add(self, others: Sequence[Block]) -> Block:
-        """The sum with other uses: as more positions where all read rows."""
         uses = all_of(IndexBlock, (self, *others))
         if uses is None:
             return super().add(others)
@@ -113,7 +112,6 @@ class IndexBlock(FactoredBlock):
         return counted.sum().to(self.g.dtype)
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
-        """The kernel by Grams where pairs of positions are less work than the table's entries."""
         if (
             not isinstance(other, IndexBlock)
             or self.n_positions * other.n_positions * (self.n_outputs + 1) >= self.size
@@ -147,7 +145,7 @@ class IndexBlock(FactoredBlock):
         return g.new_zeros(self.n_rows, g.shape[1]).index_add(0, self.index[valid], g).flatten()
 
     def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums the positions of a datum that share a row: gradients `[K, U, D]`, their datum and row `[U]`."""
+        """Sums the positions of a sample that share a row: gradients `[K, U, D]`, their sample and row `[U]`."""
         datum = torch.arange(self.n_data, device=self.index.device).unsqueeze(1)
         valid = self.index >= 0
         if not numbers_are_known():
@@ -158,7 +156,7 @@ class IndexBlock(FactoredBlock):
         return merged, keys // self.n_rows, keys % self.n_rows
 
     def _merged_where_first(self, datum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same without a count of rows, U = B·T: a sum is where its row comes first, and zeros are elsewhere."""
+        """The same with U = B·T, for a trace, which cannot count: sums are where their row occurs first, else zeros."""
         same = (self.index.unsqueeze(1) == self.index.unsqueeze(2)) & valid.unsqueeze(1) & valid.unsqueeze(2)
         first = valid & ~same.tril(-1).any(2)
         merged = (same & first.unsqueeze(2)).to(self.g) @ self.g  # [K, B, T, D]

@@ -1,4 +1,4 @@
-"""The Jacobian of a problem: one block per random parameter, never all multiplied out at once."""
+"""The Jacobian of a problem, one block per random parameter, and kernels between Jacobians."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ class Jacobian:
     # True if covariances of its outputs are summed in float64, since they are to be factored: the root of a sum
     # that was rounded in float32 is known to three digits (`laplace.core.gaussian`)
     wide: bool = False
-    # Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or for
+    # Which of the network's outputs the cotangents of every sample are, `[B, K]`; None for all of them, or for
     # other cotangents
     outputs: Tensor | None = None
-    group_size: int = 1  # Rows that a datum is made of; its cotangents are those of all of them, rows major
+    group_size: int = 1  # Rows that a sample is made of; its cotangents are those of all of them, rows major
 
     @property
     def n_data(self) -> int:
-        """B."""
+        """Number of samples B."""
         return self.blocks[0].n_data
 
     @property
     def n_cotangents(self) -> int:
-        """K (= C for the Jacobian of the network)."""
+        """Number of cotangents K (= C for the Jacobian of the network)."""
         return self.blocks[0].n_cotangents
 
     @property
@@ -143,7 +143,7 @@ class Jacobian:
         return torch.cat(places, 1)
 
     def dense(self) -> Tensor:
-        """`[B, K, P]`, for whoever insists."""
+        """The dense Jacobian `[B, K, P]`."""
         return torch.cat([block.dense() for block in self.blocks], 2).transpose(0, 1)
 
     def pieces(self) -> Iterator[Tensor]:
@@ -158,11 +158,11 @@ class Jacobian:
         return replace(self, blocks=tuple(block.at(data) for block in self.blocks), positions=(), outputs=outputs)
 
     def select_outputs(self, outputs: Tensor) -> Jacobian:
-        """The Jacobian of K outputs of every datum, `outputs` `[B, K]`."""
+        """The Jacobian of K outputs of every sample, `outputs` `[B, K]`."""
         return replace(self, blocks=tuple(block.select_outputs(outputs) for block in self.blocks), outputs=outputs)
 
     def grouped(self, size: int) -> Jacobian:
-        """The Jacobian of groups of rows that follow each other, each of which is a datum with size · K outputs."""
+        """The Jacobian of groups of consecutive rows, each of which is a sample with size · K outputs."""
         blocks = tuple(GroupedBlock(block, size) for block in self.blocks)
         outputs = None if self.outputs is None else self.outputs.unflatten(0, (-1, size)).flatten(1)
         return replace(self, blocks=blocks, outputs=outputs, group_size=size)
@@ -184,7 +184,7 @@ class Jacobian:
         return self.sum_over_blocks(lambda i, block: block.apply(parts[i]))
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
+        """The dtype in which covariances are summed: this one, or float64 if they are `wide`."""
         return wide_dtype(self.blocks[0].bound().device) if self.wide else dtype
 
     def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
@@ -209,7 +209,7 @@ class Jacobian:
 def chosen(
     pieces: Generator[tuple[Jacobian, Tensor]], choice: OutputChoice | None
 ) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs of a choice of K outputs, of those of all `[b, C]`; all where there is no choice."""
+    """Selects the K outputs of a choice from Jacobians and outputs `[b, C]`; None for all."""
     start = 0
     with closing(pieces):
         for jacobian, f in pieces:
@@ -224,7 +224,7 @@ def chosen(
 
 
 def joined(parts: Sequence[tuple[Jacobian, Tensor]]) -> tuple[Jacobian, Tensor]:
-    """Jacobians and outputs of consecutive data as one; several are multiplied out."""
+    """Concatenates Jacobians and outputs; several Jacobians become dense."""
     first, f = parts[0]
     if len(parts) == 1:
         return first, f
@@ -236,7 +236,7 @@ def joined(parts: Sequence[tuple[Jacobian, Tensor]]) -> tuple[Jacobian, Tensor]:
 
 
 def whole_groups(pieces: Generator[tuple[Jacobian, Tensor]], size: int) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians of groups of `size` data, and outputs of their rows, of pieces that end anywhere.
+    """Regroups pieces of any length into whole groups of `size` samples, with the outputs of their rows.
 
     Of outputs with positions a group has the rows of all positions of its data.
     """
@@ -259,12 +259,11 @@ def whole_groups(pieces: Generator[tuple[Jacobian, Tensor]], size: int) -> Gener
 
 
 def _count(parts: list[tuple[Jacobian, Tensor]]) -> int:
-    """Number of rows of all parts."""
     return sum(len(f) for _, f in parts)
 
 
 def group_left_over(size: int | None, rows: int) -> InvalidArgument:
-    """The error of groups of so many data that do not hold all, with the rows that are left over."""
+    """The error for a number of rows that is no multiple of the group size."""
     return InvalidArgument(
         f"group_size={size} does not divide the number of inputs: {rows} of their rows are left over. Give as many "
         "inputs as there are groups of this size."
@@ -272,22 +271,22 @@ def group_left_over(size: int | None, rows: int) -> InvalidArgument:
 
 
 Scales = Sequence[Tensor] | None
-"""A factor per random parameter, 0-dim or `[1]` each: its prior variance; None for ones."""
+"""Prior variance of every random parameter, 0-dim or `[1]` each; None for ones."""
 
 
 def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
-    """K between the data of two Jacobians, `[B, C, M, C]`, float64."""
+    """The kernel between the samples of two Jacobians, `[B, C, M, C]`, float64."""
     pairs = zip(first.blocks, second.blocks, strict=True)
     return total(_scaled(block_kernel(x, y), scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
 
 
 def kernel_at(jacobian: Jacobian, scales: Scales = None) -> Tensor:
-    """k(x_b, x_b) of every datum, `[B, C, C]`, float64."""
+    """k(x_b, x_b) of every sample, `[B, C, C]`, float64."""
     return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_gram(_ones(block)), scales, i))
 
 
 def kernel_diagonal(jacobian: Jacobian, scales: Scales = None) -> Tensor:
-    """Its diagonals, `[B, C]`, float64."""
+    """Diagonals of `kernel_at`, `[B, C]`, float64."""
     return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_norms(_ones(block)), scales, i))
 
 
@@ -300,7 +299,6 @@ def block_kernel(x: Block, y: Block) -> Tensor:
 
 
 def _by_factors(x: Block, y: Block) -> Callable[[], Tensor] | None:
-    """The kernel as the first of two blocks knows it, or the second."""
     by_first = x.kernel_by_factors(y)
     if by_first is not None:
         return by_first
@@ -309,7 +307,6 @@ def _by_factors(x: Block, y: Block) -> Callable[[], Tensor] | None:
 
 
 def _multiplied_out(x: Block, y: Block) -> Tensor:
-    """The kernel by dense pieces of both, contracted and dropped."""
     others = [widened(y.dense())] if isinstance(y, DenseBlock) else None
     rows: list[Tensor] = []
     for piece in x.pieces():

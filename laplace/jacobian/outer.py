@@ -1,4 +1,4 @@
-"""Blocks of factors, Σ_t g ⊗ a over the positions t that share a tensor, as of linear layers and convolutions."""
+"""Blocks of factors Σ_t g ⊗ a over the positions t that share a tensor: linear layers and convolutions."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class FactoredBlock(Block):
     @property
     @abstractmethod
     def shares_outputs(self) -> bool:
-        """True if g are the gradients of the layer's outputs, which its other tensors share."""
+        """True if g are the gradients of the layer's outputs, which weight and bias share."""
 
     @abstractmethod
     def output_rows(self, *, reduce: bool) -> Tensor:
-        """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
+        """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a sample."""
 
     @abstractmethod
     def input_side(
@@ -70,7 +70,7 @@ class FactoredBlock(Block):
 
     @abstractmethod
     def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
-        """Number of rows of the input side, each with its datum's weight, 0-dim: positions, or with `reduce` data."""
+        """Number of rows of the input side, 0-dim, weighted as their samples: positions, or with `reduce` samples."""
 
     @property
     def n_positions(self) -> int:
@@ -145,7 +145,7 @@ class FactoredBlock(Block):
 
 
 def unpicked(block: Block) -> Block:
-    """The block that a block is single entries of; itself where it is none."""
+    """The block without selections of single entries."""
     return unpicked(block.whole) if isinstance(block, PickedBlock) else block
 
 
@@ -171,7 +171,7 @@ def kernel_by_grams(
 
 
 def _chunks(x: FactoredBlock, y: FactoredBlock) -> Iterator[slice]:
-    """Consecutive data of x, so few that the Gram of output gradients with as many of y fits a chunk."""
+    """Consecutive samples of x, so few that the Gram of output gradients with as many of y fits a chunk."""
     pairs = x.n_cotangents * y.n_cotangents * x.n_positions * y.n_positions * x.groups
     step = max(1, int((CHUNK_BYTES / (_DOUBLE * pairs)) ** 0.5))
     for start in range(0, x.n_data, step):
@@ -184,8 +184,8 @@ def flat_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 _KEPT_BELOW = 128
-"""Output gradients of a datum, K · O, from which on a product with its patches takes so long that these may be unfolded
-anew for every product: with fewer, several products are of the same patches."""
+"""Output gradients of a sample, K · O, from which on patches may be unfolded anew for every product with them, which
+takes longer; with fewer, several products share the unfolded patches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,11 +224,10 @@ class OuterBlock(FactoredBlock):
         return None if self.a is None else as_tensor(self.a)
 
     def _unfolded(self) -> OuterBlock:
-        """The block with a tensor of inputs."""
         return replace(self, a=self.inputs)
 
     def _parts(self) -> Iterator[OuterBlock]:
-        """Blocks of consecutive data with a tensor of inputs: of patches as few data as caches hold, else of all."""
+        """The block with unfolded inputs, in parts that fit a cache."""
         if isinstance(self.a, Patches):
             yield from (self.at(part)._unfolded() for part in self.a.slices())
         else:
@@ -256,7 +255,6 @@ class OuterBlock(FactoredBlock):
         return part if selection.index is None else PickedBlock(part, selection.index)
 
     def add(self, others: Sequence[Block]) -> Block:
-        """The sum with other uses: as more positions where the layouts agree."""
         uses = all_of(OuterBlock, (self, *others))
         if uses is None or len({(use.input_first, use.unfolded, use.a is None) for use in uses}) > 1:
             return super().add(others)
@@ -268,7 +266,6 @@ class OuterBlock(FactoredBlock):
         )  # fmt: skip
 
     def _every(self) -> Tensor:
-        """Positions that count, also where all do."""
         shape = self.n_data, self.n_positions
         return torch.ones(shape, dtype=torch.bool, device=self.g.device) if self.counted is None else self.counted
 
@@ -337,7 +334,7 @@ class OuterBlock(FactoredBlock):
         return a.sum(1, keepdim=True) / self.counted.sum(1).clamp(min=1).to(a).view(-1, 1, 1, 1)
 
     def _inputs_times(self, factors: Tensor) -> Tensor | Patches | None:
-        """Inputs of every datum times a number, `[B]`."""
+        """Inputs of every sample times a number, `[B]`."""
 
         def scaled(inputs: Tensor) -> Tensor:
             return inputs * factors.to(inputs).view(-1, *(1,) * (inputs.ndim - 1))
@@ -445,7 +442,7 @@ class OuterBlock(FactoredBlock):
         return torch.einsum(f"kbgo,bgi->{order}", g, self.inputs[:, 0].square()).flatten(1)
 
     def _for_squares(self) -> Iterator[OuterBlock]:
-        """Blocks of some cotangents: of a large weight not even the pieces of one datum hold all of them."""
+        """Blocks of some cotangents: for a large weight even the piece of one sample may be too large."""
         step = max(1, CHUNK_BYTES // (8 * self.size))
         few = self.n_cotangents * self.n_outputs < _KEPT_BELOW
         unfolds = few and isinstance(self.a, Patches) and not self.a.convolves(self.g)
@@ -506,7 +503,7 @@ class OuterBlock(FactoredBlock):
         return total(parts).flatten(1)
 
     def _applies_by_position(self, count: int) -> bool:
-        """True if Σ_t g·(a v) of S vectors is much less work than Σ_t g ⊗ a, as one product, and its products."""
+        """True if Σ_t g·(a v) for S vectors is much less work than products with Σ_t g ⊗ a."""
         k, t, i = self.n_cotangents, self.n_positions, self.n_inputs
         return 2 * count * t * (i + k) < k * i * (t + count)
 

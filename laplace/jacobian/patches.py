@@ -1,4 +1,4 @@
-"""Patches of images, the inputs of a convolution: a kernel's size more numbers than the images hold."""
+"""Patches of images, the inputs of a convolution, which are larger than the images by the size of the kernel."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from laplace.core.gram import convolutions_are_fast, group_gram
 
 _PART_BYTES = 2**20
-"""Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
+"""Bytes of patches that are unfolded at once if they are read once: the size of a cache."""
 
 _COPIED_BYTES = 2**25
-"""Bytes of images and gradients that are laid out anew at once for a convolution."""
+"""Bytes of images and gradients that are copied at once for a convolution."""
 
 _MULTIPLIED = 2**22
-"""Multiplications of a convolution from which on they outweigh its call."""
+"""Multiplications from which on a convolution is worth its call."""
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """Patches that are unfolded where they are read, few data at a time or all of them."""
+    """Patches that are unfolded when they are read, a few samples at a time or all of them."""
 
-    images: Tensor  # Padded images `[B, T', channels, *space]`, T' of every datum
+    images: Tensor  # Padded images `[B, T', channels, *space]`, T' of every sample
     kernel: tuple[int, ...]  # Size of a patch
     stride: tuple[int, ...]  # Steps between patches
     dilation: tuple[int, ...]  # Steps within a patch
@@ -50,17 +50,17 @@ class Patches:
         return self.shape.numel() * self.images.element_size()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Patches:
-        """The patches of other images, whose patches are those of these under a function of data or numbers alone."""
+        """Applies a function of samples or numbers, which keeps space and channels, to the images."""
         return replace(self, images=function(self.images))
 
     @cached_property
     def rows(self) -> Tensor:
-        """All patches, `[B, T, G, I]`, which are kept from then on."""
+        """All patches, `[B, T, G, I]`, cached."""
         unfolded = unfold(self.images.flatten(0, 1), self.kernel, self.stride, self.dilation, self.groups)
         return unfolded.unflatten(0, self.images.shape[:2]).flatten(1, -3)
 
     def slices(self, n_bytes: int | None = None) -> Iterator[slice]:
-        """Consecutive data, few enough that what is made of their images stays in a cache."""
+        """Consecutive samples, few enough that their patches (or `n_bytes` of all) stay in a cache."""
         data = len(self.images)
         parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // _PART_BYTES)))
         for i in range(parts):
@@ -73,9 +73,9 @@ class Patches:
         return enough and g.dtype == self.images.dtype and convolutions_are_fast(g, g.shape[2], per_group, g.shape[4])
 
     def outer_sums(self, g: Tensor) -> Tensor:
-        """Σ_t g ⊗ a of every datum, `[K, B, G, O, I]`, for gradients g `[K, B, T, G, O]`; nothing is unfolded.
+        """Σ_t g ⊗ a of every sample, `[K, B, G, O, I]`, for gradients g `[K, B, T, G, O]`; nothing is unfolded.
 
-        That is the gradient of the weight of one convolution that has a group for every datum, and its images for data.
+        It is the gradient of the weight of one convolution with a group for every sample.
         """
         copied = (self.images.numel() * len(g) + g.numel()) * g.element_size()
         parts = max(1, min(len(self.images), -(-copied // _COPIED_BYTES)))
@@ -117,7 +117,7 @@ class Patches:
         return simple and 2 * (patches + (k - 1) / 2) < k * patches
 
     def _strips(self) -> Iterator[Tensor]:
-        """Some of the images at a time, unfolded along all dimensions but the first, `[channels · rest, rows, n]`."""
+        """Images unfolded along all dimensions but the first, `[channels · rest, rows, n]`, a few at a time."""
         rest = len(self.kernel) - 1
         for part in self.slices(self.n_bytes // self.kernel[0]):
             x = self.images[part].flatten(0, 1)

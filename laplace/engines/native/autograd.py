@@ -1,4 +1,4 @@
-"""Networks under autograd: K backward passes at once, and functions of PyTorch by others that it can differentiate.
+"""Backward passes for K cotangents at once, and replacements of functions without true derivatives.
 
 On small CPU convolutions a loop over K is faster than the vectorised pass (whose batching folds K into the batch of a
 slower kernel); on networks of matrix products the vectorised pass wins.
@@ -52,7 +52,7 @@ def pull(
 
 
 class BackwardPasses:
-    """Backward passes from some outputs, of any cotangents.
+    """Backward passes from some outputs to edges (nodes or tensors), for any cotangents.
 
     They start at a number whose gradients with respect to the outputs are the cotangents. Given these,
     `torch.autograd.grad` would compare their shapes by SymPy, whose import takes a third of a second.
@@ -81,7 +81,7 @@ class BackwardPasses:
         return [stack(gradients) for gradients in zip(*map(self.gradients, *cotangents), strict=True)]
 
     def gradients(self, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Those of one cotangent of every output, of its shape; in the dtype of the outputs."""
+        """Gradients for one cotangent of every output, in the dtype of the outputs."""
         self._cotangents[:] = [u.to(dtype) for u, dtype in zip(cotangents, self._dtypes, strict=True)]
         with computable_again():
             return torch.autograd.grad(
@@ -89,7 +89,7 @@ class BackwardPasses:
             )
 
     def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
-        """Those of K cotangents `[K, *shape of the output]` at once."""
+        """Gradients for K cotangents `[K, *shape of the output]` at once."""
         # As `is_grads_batched=True` runs it; `torch.func.vmap` of PyTorch 2.4 imports the compiler.
         return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
 
@@ -117,7 +117,7 @@ def slow_batching_accepted() -> Iterator[None]:
 
 
 def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Gradients of one tensor, one per pass, as `[K, *shape]`: zero where it was not reached, None if it never was."""
+    """Stacks gradients of one tensor, one per pass: zeros where it was not reached, None if it never was."""
     nonzero = [g for g in gradients if g is not None]
     if not nonzero:
         return None
@@ -128,7 +128,7 @@ def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
 
 @contextmanager
 def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
-    """Within it gradients of the network are dense, true derivatives, and differentiable again where that is asked.
+    """Context in which gradients are dense and true derivatives, and differentiable again with `twice`.
 
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
     say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
@@ -143,7 +143,7 @@ def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
 
 
 class _Rewritten(TorchFunctionMode):
-    """Runs some functions of PyTorch by others that give the same values."""
+    """Replaces some functions of PyTorch by others with the same values."""
 
     def __init__(self, *, twice: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Computes Jacobian blocks from hooked forward passes; each layer rule is checked against autograd."""
+"""The native engine: forward passes with proven plans, Jacobians, and the outputs as a linear map."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CACHED = 2**26
 """Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
 
 _MOST_AT_ONCE = 1024
-"""Vectors that go through one pass at most, whatever the memory budget."""
+"""Largest number of vectors in one pass, whatever the memory budget."""
 
 _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
@@ -47,7 +47,7 @@ _COPIES = 4
 
 @dataclass(frozen=True, eq=False)
 class _Datum:
-    """One datum whose positions are differentiated a few at a time."""
+    """One sample whose positions are differentiated a few at a time."""
 
     batch: ForwardPass  # Its forward pass
     outputs: Tensor | None  # Which outputs of every position, `[T, K]`; None for all
@@ -101,7 +101,7 @@ class NativeEngine(CurvatureEngine):
     def _first_pass(
         self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
     ) -> tuple[int, int, list[ForwardPass]]:
-        """Number of data, how many of them fit the memory budget at once, and the pass that serves all if they do."""
+        """Number of samples, how many fit the memory budget at once, and the pass that serves all if they do."""
         try:
             batch = self.forward(x, create_graph=create_graph)
         except (RuntimeError, MemoryError) as error:
@@ -122,7 +122,7 @@ class NativeEngine(CurvatureEngine):
         return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
 
     def _positions(self, datum: _Datum) -> Generator[tuple[Jacobian, Tensor]]:
-        """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
+        """The Jacobian of one sample, by as many of its positions at once as the memory budget allows."""
         batch, outputs = datum.batch, datum.outputs
         values = batch.at_outputs(outputs)
         step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * values.shape[1]))
@@ -140,7 +140,7 @@ class NativeEngine(CurvatureEngine):
         return [(batch.jacobian(), batch.at_outputs())]
 
     def check_passes(self, count: int, what: str) -> None:
-        """Refuses work that takes a backward pass per position and output where that is too much."""
+        """Refuses work that takes too many backward passes, one per position and output."""
         if count <= self.max_passes:
             return
         remedy = "Use pred_type='nn'"
@@ -177,7 +177,6 @@ class NativeEngine(CurvatureEngine):
         )  # fmt: skip
 
     def _profile(self, batch: ForwardPass) -> BatchProfile:
-        """By shapes, without the graph, which is held by now."""
         columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
         columns *= batch.capture.n_positions if batch.mixes and self.separates_positions else 1
         return BatchProfile(
@@ -190,12 +189,12 @@ class NativeEngine(CurvatureEngine):
         )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
-        """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
+        """Number of cotangents that the curvature of outputs f `[B, C]` takes; 0 if it is known by products alone."""
         return 0
 
     @property
     def separates_positions(self) -> bool:
-        """True if positions of a datum need cotangents of their own: not those of independent random draws."""
+        """True if positions of a sample need separate cotangents; independent random draws do not."""
         return True
 
     def coverage(self) -> dict[str, str]:
@@ -224,7 +223,7 @@ class NativeEngine(CurvatureEngine):
             return ForwardPass(self.problem, x, capture, plan, self.memory_budget, widest)
 
     def _agreed(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
-        """The plan if all processes that a network is spread over know theirs, and the data of the largest batch."""
+        """The plan if all processes that share the network know theirs, and the size of their largest batch."""
         n_data = len(capture.f)
         if capture.processes is None:
             return plan, n_data
@@ -235,17 +234,16 @@ class NativeEngine(CurvatureEngine):
         return record(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
 
     def _form(self, capture: Capture, x: Inputs) -> object:
-        """A key that batches share for which one plan holds."""
+        """Batches with the same key share a plan."""
         calls = tuple((call.kind, call.x.shape) for call in capture.calls)
         return batches.signature(x), capture.f.shape, capture.positions, calls
 
     def _known(self, capture: Capture, x: Inputs) -> Plan | None:
-        """The plan that was proven for batches of this form, if it still holds."""
         plan = self._plans.get(self._form(capture, x))
         return plan if plan is not None and holds(plan, self.problem, capture) else None
 
     def _watched(self, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
-        """The pass once more with PyTorch's functions watched, where modules do not explain every tensor.
+        """Repeats the pass and records calls of PyTorch's functions, since layers do not explain every tensor.
 
         From then on every pass is watched, if that found a use at all.
         """
@@ -266,7 +264,7 @@ class NativeEngine(CurvatureEngine):
         return again
 
     def _prove(self, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
-        """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
+        """A plan for a captured batch. A single sample is proven as a batch of it twice, so that all sizes agree."""
         prove = partial(proven_plan, self.problem, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
             return make_plan(self.problem, capture, x, ladder=ladder)
@@ -275,7 +273,7 @@ class NativeEngine(CurvatureEngine):
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=capture.f.device), 1)
             pair = self._capture(twice)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one sample only
             if ran_out(error):
                 raise
             return prove(capture, x)
@@ -297,7 +295,7 @@ class NativeEngine(CurvatureEngine):
             self._plans[key] = plan
 
     def _check_unreached(self, x: Inputs, slots: Sequence[int]) -> None:
-        """Looks once at tensors that autograd does not reach; `check_unreached` says for what."""
+        """Checks every tensor that autograd does not reach once."""
         names = [self.problem.slots[i].name for i in slots]
         if not self._unreached.issuperset(names):
             self._unreached.update(names)
@@ -317,13 +315,13 @@ class NativeEngine(CurvatureEngine):
         return batch, targets
 
     def _keep(self, batch: ForwardPass, targets: Observed) -> None:
-        """Keeps the features of a head without positions, whose one call they are the inputs of."""
+        """Keeps the features of a head without positions: the inputs of its only call."""
         calls = batch.capture.calls
         if len(calls) == 1 and batch.capture.heads and calls[0].x.ndim == batch.f.ndim == 2:
             self.seen.add(calls[0].x, batch.f, targets.y)
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
-        """Checked targets of outputs f, `[B·T, C]`, of which rows count as often as their datum."""
+        """Checked targets of outputs f `[B·T, C]`; every row has the weight of its sample."""
         checked = self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
         weights = self.data_weights
         if weights is not None:
@@ -333,7 +331,7 @@ class NativeEngine(CurvatureEngine):
         return Observed(self.likelihood, checked, weights)
 
     def _differentiable(self, x: Inputs) -> Capture:
-        """A captured forward pass whose gradients can be differentiated again; no rule need hold."""
+        """A captured forward pass whose gradients can be differentiated again; it needs no rules."""
         loop = prefers_loop(self.problem.module, twice=True)
         capture = record(self.problem, detached(x), loop=loop, create_graph=True)
         if capture.f.shape[0] == 0:
@@ -371,7 +369,7 @@ class NativeEngine(CurvatureEngine):
         return DenseMap(torch.cat(rows), n_outputs)
 
     def per_call(self, capture: Capture, count: int) -> int:
-        """Number of vectors, of `count`, that go through one vectorised pass within the memory budget."""
+        """How many of `count` vectors go through one vectorised pass within the memory budget."""
         activations = sum(call.shape.numel() for call in capture.calls) + capture.f.numel()
         gradients = sum(slot.shape.numel() for slot in self.problem.slots)  # of a loop twice: as a list, and stacked
         per_vector = (_COPIES * activations + 2 * gradients) * capture.f.element_size()
@@ -392,7 +390,7 @@ class NativeEngine(CurvatureEngine):
 
 @contextmanager
 def _noting(module: nn.Module, kept: dict[int, int], widths: list[int]) -> Iterator[None]:
-    """Notes storages that autograd keeps, but for parameters and buffers, and what every module reads and writes."""
+    """Records the bytes that autograd keeps, besides parameters and buffers, and what every module reads and writes."""
     parameters = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One forward pass: what its hooks capture, how the block of a tensor is made of that, and all blocks of a batch."""
+"""One recorded forward pass: the calls of layers and functions in it, and the Jacobian blocks that they give."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ _VIEWING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Outputs of one forward pass with the uses of every hooked module."""
+    """Outputs of one forward pass with the recorded calls of layers and functions."""
 
-    # Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a datum, C per position
+    # Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a sample, C per position
     f: Tensor
     calls: tuple[LayerCall, ...]
     stand_ins: dict[str, Tensor]  # The tensors that were differentiated, by name
@@ -80,7 +80,7 @@ class Capture:
     as_it_was: Callable[[], AbstractContextManager[object]] | None = None
 
     def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
-        """A block of backward passes, which of a spread network are of all processes or of none."""
+        """Context of backward passes; processes that share a network enter it together."""
         if self.as_it_was is not None:
             return self.as_it_was()
         if self.processes is None:
@@ -90,12 +90,11 @@ class Capture:
 
     @property
     def watched(self) -> bool:
-        """True if some use is that of a function."""
+        """True if calls of functions were recorded."""
         return any(isinstance(call.by, FunctionCall) for call in self.calls)
 
     @property
     def n_positions(self) -> int:
-        """T."""
         return prod(self.positions)
 
     @property
@@ -105,7 +104,6 @@ class Capture:
 
     @cached_property
     def graph(self) -> Graph:
-        """Autograd's graph of this pass."""
         return Graph(self.f, shows_data=self.as_it_was is None)
 
     @cached_property
@@ -131,7 +129,7 @@ class Capture:
 
     @cached_property
     def _behind_views(self) -> set[object]:
-        """The nodes that f is a rearrangement of, itself included."""
+        """Nodes between f and the tensor that it rearranges, both included."""
         nodes: set[object] = set()
         node = self.f.grad_fn
         while node is not None:
@@ -142,7 +140,7 @@ class Capture:
         return nodes
 
     def keeps_rows(self, call: int) -> bool:
-        """True if rows of a call's output stay by themselves up to the outputs, whatever the data."""
+        """True if rows of a call's output never mix on the way to the network's outputs, whatever the data."""
         return self.as_it_was is None and self.graph.keeps_rows(self.calls[call].edge.node, self._behind_views)
 
     def gradients(self, cotangents: Tensor, calls: Collection[int]) -> dict[int, Tensor]:
@@ -182,7 +180,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
 def _recorded(
     problem: Problem, x: Inputs, *, loop: bool, create_graph: bool, observed: bool, keeps: bool = True
 ) -> Capture:
-    """The same of a network of which it is known whether it keeps its activations."""
+    """`record`; without `keeps` the network checkpoints its activations."""
     if create_graph:
         require_whole_of(problem)
     calls: list[LayerCall] = []
@@ -225,7 +223,7 @@ def _recorded(
 
 @contextmanager
 def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -> Iterator[None]:
-    """A block in which the network is as it is in a pass that is recorded, hooks apart."""
+    """Context in which the network is as in a recorded pass, but for the hooks."""
     with (
         preserve_model(problem.module),
         problem.holding(stand_ins),
@@ -236,7 +234,7 @@ def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -
 
 
 def require_whole_of(problem: Problem) -> None:
-    """Refuses a network that is spread over processes where gradients are to be differentiated again."""
+    """Refuses second derivatives of a network that is sharded over processes."""
     if problem.processes is not None:
         require_whole(problem.module, "derivatives of derivatives would outlive the pass that gathers them")
 
@@ -297,7 +295,7 @@ def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool
 
 
 def _is_known(module: nn.Module) -> bool:
-    """True if a module runs what the class runs that its rule is of, and nothing besides."""
+    """True if a module runs the forward of its rule's class, without hooks of the user's."""
     base = class_with_rule(type(module))
     if base is None or module._forward_hooks or _global_forward_hooks:
         return False
@@ -305,7 +303,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous: PyTorch's batch norm on the CPU misreads some strides of one datum."""
+    """Identity whose gradient is contiguous: PyTorch's batch norm on the CPU misreads some strides of one sample."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -328,8 +326,6 @@ def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple
 
 @dataclass(frozen=True)
 class UseOfParameter:
-    """One use of a tensor."""
-
     call: int  # Index of the recorded call
     attribute: str  # Attribute of the module, or argument of the function, that the tensor is
     axis: BatchAxis  # Dimension of the data
@@ -381,7 +377,7 @@ def block_of(
 
 
 class Fallback(Enum):
-    """Ways to compute per-sample derivatives, from the fastest to the one that always works."""
+    """The ladder: ways to compute per-sample derivatives, from the fastest to the one that always works."""
 
     VMAP = "torch.func vmap"
     BATCHED = "one sample at a time, batched cotangents"
@@ -397,7 +393,7 @@ def per_sample(
     *,
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Dense blocks `[K, B, p]` of the given slots."""
+    """Dense blocks `[K, B, p]` of the given slots, for cotangents `[K, B, M]`."""
     names = [problem.slots[i].name for i in slots]
     with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
         if fallback is Fallback.VMAP:
@@ -473,7 +469,7 @@ class JacobianRule:
 
     @property
     def is_routed(self) -> bool:
-        """True if rows were routed to the tensor's layer: how often it was called is for the data to say."""
+        """True if rows were routed to the tensor's layer, so that the data decide how often it is called."""
         return any(isinstance(use.axis, RoutedRows) for use in self.uses)
 
 
@@ -485,14 +481,14 @@ Plan = tuple[JacobianRule, ...]
 
 
 _CACHED = 2**24
-"""Bytes of output gradients, as they arrive and stacked, up to which stacking takes less than more rounds of sums."""
+"""Bytes of output gradients up to which stacking them is cheaper than more rounds of sums."""
 
 _LAZY_SHARE = 4
 """Dense fallback blocks above a quarter of the budget are computed piece by piece instead of held."""
 
 
 class ForwardPass:
-    """A captured forward pass with its proven plan: what the backward passes start from."""
+    """A captured forward pass with its proven plan, which gives blocks for any cotangents."""
 
     def __init__(
         self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int, widest: int | None = None
@@ -506,22 +502,22 @@ class ForwardPass:
         self.memory_budget = memory_budget  # Bytes of dense fallback blocks held at once
         # Data of the largest batch among the processes that a network is spread over; None for B
         self.widest = self.n_data if widest is None else widest
-        self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a datum has one position
+        self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a sample has one position
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._activations: Activations = {}
 
     def at_outputs(self, outputs: Tensor | None = None) -> Tensor:
-        """Outputs `[B·T, C]`, with their graph if one was asked for; of K of every row, `[B·T, K]`."""
+        """Outputs `[B·T, C]`, or K of every row `[B·T, K]`, with their graph if one was asked for."""
         rows = self.capture.rows if self.capture.create_graph else self.f
         return rows if outputs is None else rows.gather(1, outputs)
 
     def by_row(self, slot: int) -> bool:
-        """True if the data of a tensor's block are rows: always without positions."""
+        """True if the block of a tensor has a row for every position; always without positions."""
         return not self.positions or self.plan[slot].by_row
 
     @property
     def mixes(self) -> bool:
-        """True if some tensor needs cotangents of its own for every position."""
+        """True if some tensor needs separate cotangents for every position."""
         return bool(self.positions) and not all(rule.by_row or rule.description == "unused" for rule in self.plan)
 
     def bytes_per_cotangent(self) -> int:
@@ -544,17 +540,15 @@ class ForwardPass:
 
     @cached_property
     def heads(self) -> dict[int, HeadBlock]:
-        """Blocks of slots whose layer's outputs are the network's, with all entries random: no gradients are needed."""
+        """Blocks of the last layer where all its entries are random: they need no gradients."""
         blocks = {i: self._by_row(self._without_gradients(i)) for i in range(len(self.plan)) if self._ends(i)}
         heads = {i: HeadBlock.of(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
         return {i: head for i, head in heads.items() if head is not None}
 
     def _by_row(self, block: Block) -> Block | None:
-        """The block with rows for data: as it is without positions."""
         return block.fold_positions(self.capture.n_positions) if self.positions else block
 
     def _ends(self, slot: int) -> bool:
-        """True if the outputs of a tensor's layer are the network's."""
         rule = self.plan[slot]
         return (
             len(rule.uses) == 1
@@ -576,7 +570,7 @@ class ForwardPass:
         return block_of(self.problem, slot, uses, recorded, zeros, activations)
 
     def _form(self, slot: int) -> Block:
-        """The block of a slot for one cotangent, of which the shapes count and not the numbers."""
+        """The block of a slot for one cotangent, of which only the shapes are used."""
         try:
             block = self._without_gradients(slot, self._formal)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
@@ -585,7 +579,7 @@ class ForwardPass:
         return block if rows is None else rows
 
     def shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of all tensors, from the forms of their factors alone; a rule keeps those that were found once."""
+        """Shapes of the Jacobians of all tensors, which every rule caches."""
         shapes: list[TensorShape] = []
         for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
             if i in self.heads:
@@ -603,7 +597,7 @@ class ForwardPass:
 
     @cached_property
     def _formal(self) -> Capture:
-        """The pass with inputs of layers that have shapes and no numbers: they take no memory, and no work."""
+        """The pass with the inputs of layers on the meta device: shapes without numbers."""
         return replace(self.capture, calls=tuple(replace(call, x=call.x.to("meta")) for call in self.capture.calls))
 
     def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
@@ -622,7 +616,7 @@ class ForwardPass:
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions, outputs=chosen)
 
     def _at_rows(self, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
-        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, a few of them at a time where there are many."""
+        """Blocks `[K, B·T, p]` for one-hot cotangents of all rows, a few at a time where there are many."""
         count = self.f.shape[1] if outputs is None else outputs.shape[1]
         step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
         parts: list[dict[int, Block]] = []
@@ -632,7 +626,7 @@ class ForwardPass:
         return {i: parts[0][i].join([part[i] for part in parts[1:]]) if len(parts) > 1 else parts[0][i] for i in only}
 
     def _one_hot(self, outputs: Tensor | None, some: slice) -> Tensor:
-        """One-hot rows of some of the K outputs, `[k, B·T, C]`, or `[k, 1, C]` of those of all rows."""
+        """One-hot cotangents of some of the K outputs, `[k, B·T, C]`, or `[k, 1, C]` if all rows share them."""
         if outputs is None:
             hot = self.f.new_zeros(some.stop - some.start, 1, self.f.shape[1])
             hot[:, 0].diagonal(some.start).fill_(1)
@@ -643,7 +637,7 @@ class ForwardPass:
     def _at_positions(self, at: Tensor, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
         """Blocks `[K, B·S, p]` of the rows of S positions, by S·K cotangents of the whole outputs."""
         n_positions = self.capture.n_positions
-        n_data = 1 if outputs is None else self.n_data  # all outputs are those of any datum
+        n_data = 1 if outputs is None else self.n_data  # all outputs are those of any sample
         count = self.f.shape[1] if outputs is None else outputs.shape[1]
         hot = self._one_hot(outputs, slice(0, count)).expand(-1, n_data * n_positions, -1)
         rows = hot.unflatten(1, (n_data, n_positions))[:, :, at]  # [K, B, S, C]
@@ -653,7 +647,7 @@ class ForwardPass:
         return {i: block.fold_cotangents(len(at)) for i, block in self.blocks(cotangents, only).items()}
 
     def row_blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
-        """Weighted blocks of slots whose data are rows, for cotangents `[K, B·T, C]`."""
+        """Blocks of slots with a row for every position, for cotangents `[K, B·T, C]`."""
         if not self.positions:
             return self.blocks(cotangents, only)
         blocks = self.blocks(cotangents.reshape(len(cotangents), self.n_data, -1), only)
@@ -661,7 +655,7 @@ class ForwardPass:
         return {i: block for i, block in folded.items() if block is not None}
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
-        """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
+        """Blocks of the slots in `only`, for cotangents `[K, B, T·C]`."""
         plan, capture = self.plan, self.capture
         with torch.inference_mode(False):
             gradients = capture.gradients(cotangents, sorted({use.call for i in only for use in plan[i].uses}))
@@ -678,11 +672,11 @@ class ForwardPass:
         return blocks
 
     def _by_fallback(self, cotangents: Tensor, slots: list[int], fallback: Fallback) -> dict[int, Block]:
-        """Dense blocks, held together if they are small, computed in pieces if not."""
+        """Dense blocks by one of the fallbacks, computed piece by piece if they are large."""
         n_cotangents, numel = len(cotangents), {i: self.problem.slots[i].shape.numel() for i in slots}
 
         def values(rows: slice, some: list[int]) -> list[Tensor]:
-            """Dense blocks of some data and tensors, as many data at once as their activations and gradients allow."""
+            """Dense blocks of some samples and tensors, as many samples at once as the memory budget allows."""
             first, stop, _ = rows.indices(self.n_data)
 
             def computed(part: slice) -> list[Tensor]:

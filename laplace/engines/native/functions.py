@@ -1,4 +1,4 @@
-"""Calls that a forward pass records, and the observer of PyTorch's functions, where no module's rule serves.
+"""Recorded calls of layers and of PyTorch's functions, and the observer that records the latter.
 
 A layer rule knows a module; a function call knows one operation, whichever module it is written in: a weight used
 through `F.linear`, stored as `[in, out]`, or packed with others, a convolution whose module pads the images by
@@ -38,27 +38,27 @@ class FunctionCall(ABC):
 
     @property
     def whole(self) -> bool:
-        """True if the tensors are used whole and as a linear layer uses them, so that the call may be a head."""
+        """True if it is a linear layer with whole tensors, so that the call may be a head."""
         return False
 
     @property
     def instead_of(self) -> FunctionCall | None:
-        """The call whose output this one spreads over the data: both explain the same derivative."""
+        """The call whose output this one broadcasts over the data: both explain the same derivative."""
         return None
 
     @property
     def weight_alone(self) -> Tensor | None:
-        """The tensor that was computed from the parameter alone before it meets the data here; mostly None."""
+        """A tensor that was computed from the parameter alone before it meets the data in this call, or None."""
         return None
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that calls share for which one rule holds: the function, and which tensor is which argument."""
+        """Calls of the same kind share a rule: the function, and which tensor is which argument."""
         return self.name, tuple(self.roles.items())
 
     @abstractmethod
     def positions(self, n_data: int) -> int:
-        """Positions per datum in the leading dimensions, 0 if they cannot hold `n_data` data."""
+        """Positions per sample in the leading dimensions, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
     def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
@@ -86,17 +86,15 @@ class LayerCall:
 
     @property
     def weight_alone(self) -> Tensor | None:
-        """That of the function's call."""
         return None if isinstance(self.by, nn.Module) else self.by.weight_alone
 
     @property
     def kind(self) -> object:
-        """A key that calls share for which one rule holds: the module, or the kind of function call."""
+        """Calls of the same kind share a rule: the module, or the kind of function call."""
         return id(self.by) if isinstance(self.by, nn.Module) else self.by.kind
 
     @property
     def module(self) -> nn.Module:
-        """The module, where it is one."""
         if not isinstance(self.by, nn.Module):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by
@@ -185,7 +183,7 @@ class TableCall(FunctionCall):
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table."""
+    """A tensor computed from one random parameter alone, without a batch dimension: 1 + w, a cast, a row of a table."""
 
     value: Tensor  # The result, with its graph
     root: Tensor  # The random parameter, or what a table gave
@@ -195,9 +193,9 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class SpreadCall(FunctionCall):
-    """z = h ⊙ o or z = h ± o with an operand o that has no data dimension, or o expanded over the data.
+    """z = h ⊙ o or z = h ± o with an operand o that has no batch dimension, or o expanded over the batch.
 
-    The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
+    The gradient of one sample with respect to o is that of z (times h), summed over all dimensions along which o is
     repeated but the data's; from o to the random parameter it goes through the graph.
     """
 
@@ -232,7 +230,7 @@ class SpreadCall(FunctionCall):
         return IndexBlock.of(index, rows, rows.shape[2])
 
     def _of_root(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
-        """Gradients `[K, *z]` as those of the random parameter, `[K, B, *root]`; without numbers no sums."""
+        """Gradients `[K, *z]` as gradients of the random parameter, `[K, B, *root]`."""
         if g.is_meta:
             return g.new_empty(len(g), n_data, *self.operand.root.shape)
         g = g if self.factor is None else g * self.factor.to(g.dtype)
@@ -258,7 +256,7 @@ class SpreadCall(FunctionCall):
         return g.reshape(*g.shape[:2], *self.operand.value.shape)
 
     def _to_root(self, g: Tensor) -> Tensor:
-        """Gradients of o `[K, B, *o]` as those of the random parameter, by a vectorised pass from o to it."""
+        """Gradients of o `[K, B, *o]` as gradients of the random parameter, by a vectorised pass from o to it."""
         value, root = self.operand.value, self.operand.root
         if value is root:
             return g
@@ -288,7 +286,7 @@ _EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors among arguments, and in tuples and lists of them, as indices are."""
+    """Tensors among arguments, also inside tuples and lists."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -299,12 +297,12 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _adds_dimension(value: Tensor, result: Any) -> bool:
-    """True if a value is repeated along a first dimension that it has not: that of the data, if the probe agrees."""
+    """True if a value is repeated along a new first dimension: that of the batch, if the probe agrees."""
     return isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
 
 
 class Observer(TorchFunctionMode):
-    """Records uses of random parameters by the function that is called, whichever module calls it.
+    """Records calls of functions with random parameters, whichever module makes them.
 
     Attention and recurrent layers hide their projections inside one function; where these are random, they are run in
     its place by matrix products with the same values.
@@ -341,13 +339,13 @@ class Observer(TorchFunctionMode):
     # Products, convolutions and tables.
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`, of which the use is recorded if a tensor is random."""
+        """`F.linear`, recorded if a tensor is random."""
         z = F.linear(x, weight, bias)
         self._product("F.linear", x, weight, bias, z)
         return z
 
     def _note(self, name: str, given: Mapping[str, Any], result: Any) -> None:
-        """One of `_ARGUMENTS`; with options that they do not name, a product is left to the fallback."""
+        """Records a call of one of `_ARGUMENTS`; products with other options are left to the fallbacks."""
         known = all(argument in _ARGUMENTS[name] for argument in given)
         if name == "embedding":
             self._embedding(given, result)
@@ -362,7 +360,7 @@ class Observer(TorchFunctionMode):
     def recur(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor]
     ) -> None:
-        """A product that is repeated step by step, from all its inputs `[B, T, I]` and zeros added to its outputs."""
+        """Records a product that is repeated step by step, by its inputs `[B, T, I]` and zeros added to its outputs."""
         self._product("recurrence", x, weight, bias, offsets, steps=[product.grad_fn for product in products])
 
     def _product(

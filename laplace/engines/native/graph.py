@@ -1,4 +1,4 @@
-"""Uses of weights as autograd's graph holds them: whatever numbers the data have, a use is there.
+"""What autograd's graph says of the uses of a weight, whatever numbers the data have.
 
 A probe cannot see a use that contributes zero to its batch: behind a dead ReLU, a closed gate, a mask. Every forward
 pass has a graph of its own, from which such a use is missing only if the pass did not come by. So all that reads a
@@ -22,7 +22,7 @@ Node = Any
 
 
 class Explained(IntEnum):
-    """Amount of a weight's derivative that recorded calls explain."""
+    """How much of a weight's derivative the recorded calls explain."""
 
     NOT = 0  # Something else reads the weight
     HERE = 1  # The calls hold all that reads it, but hide how: a rule is right of the batch that it was proven for
@@ -30,7 +30,7 @@ class Explained(IntEnum):
 
 
 class Graph:
-    """Nodes by what they read, on all ways from the outputs of one pass to the tensors that require gradients."""
+    """The nodes between the outputs and the tensors that require gradients, with the nodes that read each of them."""
 
     def __init__(self, f: Tensor, *, shows_data: bool = True) -> None:
         # True if the data that nodes keep may be looked at, which computes activations that were not kept
@@ -59,11 +59,10 @@ class Graph:
         return iter(self._readers)
 
     def reaches(self, tensor: Tensor) -> bool:
-        """True if there is a way to a tensor."""
         return id(tensor) in self._leaves
 
     def explained(self, tensor: Tensor, calls: Sequence[LayerCall]) -> Explained:
-        """The amount of a tensor's derivative that some calls explain, by the rules of their layers or functions."""
+        """How much of a tensor's derivative some calls explain, by the rules of their layers or functions."""
         leaf = self._leaves.get(id(tensor))
         if leaf is None:
             return Explained.ALWAYS
@@ -80,7 +79,7 @@ class Graph:
         return explained
 
     def keeps_rows(self, node: Node, views: Collection[Node]) -> bool:
-        """True if no row sees another between a call's node and the outputs, as the operations alone say."""
+        """True if no operation between a call's node and the outputs mixes rows."""
         of_images = type(node).__name__.startswith(_IMAGES)
         between, waiting = {node}, [node]
         while waiting:
@@ -95,7 +94,7 @@ class Graph:
         )
 
     def _meeting_data(self, leaf: Node, homes: Mapping[Node, LayerCall]) -> list[Node]:
-        """Nodes in which a tensor meets the data, each as often: behind views, casts and operations on it alone."""
+        """Nodes in which a tensor meets the data, behind views, casts and operations on it alone; with repetitions."""
         alone: set[Node] = set()
         for call in homes.values():
             if call.weight_alone is not None:
@@ -110,7 +109,7 @@ class Graph:
         return meeting
 
     def _home(self, reader: Node, homes: Mapping[Node, LayerCall]) -> tuple[Node | None, bool]:
-        """The one call through which every way from a node to the outputs goes, None if there is none.
+        """The one call through which every path from a node to the outputs goes, or None.
 
         A way through the data of a call comes from outside of it. Besides, whether the way is one, of views alone.
         """
@@ -137,14 +136,14 @@ class Graph:
 
 
 def _is_understood(reader: Node, home: Node, call: LayerCall, *, looks: bool) -> bool:
-    """True if a call, that reads a weight by one node, does with it what its rule says, whatever the data."""
+    """True if a call uses a weight as its rule says, whatever the data."""
     if _is_opaque(reader) or (home is not reader and _is_opaque(home)):
         return False
     return call.is_known or (looks and _reads(reader, call.x))
 
 
 def _is_opaque(node: Node) -> bool:
-    """True of nodes that PyTorch does not define: functions of users, in Python or C++, and compiled code."""
+    """True for nodes that PyTorch does not define: users' functions in Python or C++, and compiled code."""
     return isinstance(node, BackwardCFunction) or type(node).__name__.startswith("CppFunction")
 
 
@@ -152,7 +151,7 @@ _REARRANGING = (
     "Alias", "AsStrided", "Clone", "Expand", "Permute", "Repeat", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
     "TBackward", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View",
 )  # fmt: skip
-"""Beginnings of the names of nodes that copy, cast or move numbers, of one tensor and by no data."""
+"""Beginnings of the names of nodes that copy, cast or move the numbers of one tensor."""
 
 
 def _rearranges(node: Node) -> bool:
@@ -172,17 +171,17 @@ _ELEMENTWISE = tuple(
         "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where",
     )
 )  # fmt: skip
-"""Beginnings of the names of nodes that take every number by itself."""
+"""Beginnings of the names of elementwise nodes."""
 
 _IMAGES = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")
-"""Beginnings of the names of nodes whose channels come second."""
+"""Beginnings of the names of nodes that have channels in the second dimension."""
 
 _PRODUCTS = {"AddmmBackward": 1, "MmBackward": 0, "LinearBackward": 0}
-"""Beginnings of the names of products, and which of their inputs has rows."""
+"""Beginnings of the names of products, and which of their inputs holds the rows."""
 
 
 def _of_weights(node: Node) -> list[Node]:
-    """Nodes of the inputs of a product or convolution that must not be those of rows."""
+    """Nodes of the inputs of a product or convolution that are weights, and must not depend on the rows."""
     name = type(node).__name__
     rows = next(
         (at for start, at in _PRODUCTS.items() if name.startswith(start)), 0 if name.startswith(_IMAGES) else -1
@@ -191,7 +190,7 @@ def _of_weights(node: Node) -> list[Node]:
 
 
 def _is_by_row(node: Node, *, of_images: bool) -> bool:
-    """True of operations on every row by itself; rows are pixels of images, or all dimensions but the last."""
+    """True for operations on every row by itself; rows are pixels of images, or all dimensions but the last."""
     name = type(node).__name__
     if isinstance(node, BackwardCFunction):
         return False
@@ -220,7 +219,7 @@ def _is_by_row(node: Node, *, of_images: bool) -> bool:
 
 
 def _wrapped(dim: int, last: int) -> int:
-    """A dimension counted from the first; autograd shows negative ones as numbers without sign."""
+    """A dimension counted from the first; autograd shows negative ones as unsigned numbers."""
     dim = dim - 2**64 if dim >= 2**63 else dim
     return dim % (last + 1)
 
@@ -230,11 +229,11 @@ _LAYERS = ("Addmm", "Mm", "Linear", "Convolution", "CudnnConvolution", "MkldnnCo
 """Beginnings of the names of nodes that are a whole layer."""
 
 _DATA = ("_saved_mat1", "_saved_self", "_saved_input", "_saved_indices")
-"""Names of the data that such a node keeps."""
+"""Names under which such a node keeps its data."""
 
 
 def _reads(node: Node, x: Tensor) -> bool:
-    """True if a node is a layer's, and its data are these."""
+    """True if a node is a whole layer with this input."""
     if not type(node).__name__.startswith(_LAYERS):
         return False
     for name in _DATA:

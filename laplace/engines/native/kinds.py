@@ -36,7 +36,7 @@ from laplace.weights.problem import Problem
 
 
 class Cotangents(Protocol):
-    """Cotangents u_k, `[K, B, C]`: a tensor, or what makes slices of one as they are asked for."""
+    """Cotangents u_k, `[K, B, C]`: a tensor, or an object that computes slices of one."""
 
     def __len__(self) -> int: ...
 
@@ -45,13 +45,13 @@ class Cotangents(Protocol):
 
 @dataclass(frozen=True)
 class RootCotangents:
-    """Columns of a root of structured Hessians, of which all together hold B·C² numbers."""
+    """Columns of a root of structured Hessians, computed as they are needed: all together hold B·C² numbers."""
 
     hessian: OutputHessian  # Λ, without a dense part
 
     @classmethod
     def of(cls, hessian: OutputHessian) -> Cotangents:
-        """The columns of any Λ; a root of a dense one is found by factorising it, once."""
+        """The columns of a root of any Λ; a dense one is factorised once."""
         return cls(hessian) if hessian.dense is None else hessian.root()
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class PositionCotangents:
         self.used = self._places() if self.separates_positions else None
 
     def _places(self) -> Tensor:
-        """Positions of which some entry is not zero; the first one if there are none."""
+        """Positions with an entry that is not zero; the first one if there are none."""
         used = self.columns.ne(0).any(3).any(1).any(0)
         used[0] |= ~used.any()
         return used.nonzero().flatten()
@@ -110,7 +110,7 @@ class OuterEngine(NativeEngine):
         """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
 
     def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
-        """Output Hessian of which a head needs no root, or None where only cotangents are known."""
+        """Λ, from which heads are summed without a root; None where only cotangents are known."""
         return None
 
     def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
@@ -121,7 +121,6 @@ class OuterEngine(NativeEngine):
         return self.summary(batch.f, targets)
 
     def _sources(self, batch: ForwardPass, targets: Observed) -> list[BlockSource]:
-        """The use that the block of every tensor comes from, and the weights of the data there."""
         uses = zip(first_of_use(batch.plan), batch.plan, self._input_weights(batch, targets), strict=True)
         return [
             BlockSource(str(first), len(rule.uses) == 1 or rule.is_routed, rule.description == "unused", own)
@@ -129,7 +128,7 @@ class OuterEngine(NativeEngine):
         ]
 
     def _input_weights(self, batch: ForwardPass, targets: Observed) -> list[Tensor | None]:
-        """Weights of the data among the inputs of each tensor's layer; None for ones.
+        """Weights of the inputs of each tensor's layer; None for ones.
 
         For a layer that is applied by row these are the rows that are not ignored, `[n]`; for others the batch, `[B]`,
         each with the mean weight of its rows that are not ignored.
@@ -153,7 +152,7 @@ class OuterEngine(NativeEngine):
         return self.summary(batch.f, targets)
 
     def _forward_with_factors(self, x: Inputs, count: int) -> ForwardPass | None:
-        """A forward pass, if rules of layers explain all tensors and products with vectors are less work by factors."""
+        """A forward pass, if layer rules explain all tensors and products with vectors are cheaper by factors."""
         if self._products_by_autograd or self.split_outputs or self.problem.processes is not None:
             return None
         with torch.inference_mode(False), preserve_model(self.problem.module):
@@ -171,7 +170,7 @@ class OuterEngine(NativeEngine):
         return None
 
     def _add_products_by_autograd(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
-        """Products with vectors by a graph that is differentiated in both directions, whatever the layers are."""
+        """Products with vectors by differentiating the graph in both directions, whatever the layers are."""
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             f = capture.rows.detach()
@@ -191,7 +190,7 @@ class OuterEngine(NativeEngine):
         return self.summary(f, targets)
 
     def _output_product(self, f: Tensor, targets: Observed) -> Callable[[Tensor, int | None], Tensor]:
-        """V ↦ M v of `[R, B, C]`, M_b = Σ_k u_kb u_kbᵀ; of a term that is kept apart only the part of its output."""
+        """The map v ↦ M v of `[R, B, C]`, M_b = Σ_k u_kb u_kbᵀ; for one term only the part of its output."""
         hessian = self.output_hessian(f, targets)
         columns = f.new_zeros(0) if hessian is not None else self.cotangents(f, targets)[:]
 
@@ -219,7 +218,7 @@ class OuterEngine(NativeEngine):
         return self.summary(batch.f, targets), OutputCurvature(hessian, n_positions)
 
     def add(self, batch: ForwardPass, targets: Observed, sink: Sink, only: Sequence[int] | None = None) -> None:
-        """Adds the curvature of a batch, of all tensors or some: of heads without a root of Λ, of others by cotangents.
+        """Adds the curvature of a batch: of heads without a root of Λ, of other tensors by chunks of cotangents.
 
         Of outputs with positions, rows are the data of tensors that allow it (`JacobianRule.by_row`), and ignored ones
         are left out; other tensors get cotangents of their own for every position.
@@ -266,7 +265,7 @@ class OuterEngine(NativeEngine):
         return rows_that_count(targets.y, batch.positions, self.likelihood.ignore_index)
 
     def _add_mixed(self, batch: ForwardPass, columns: Cotangents, step: int, only: list[int], sink: Sink) -> None:
-        """Adds the curvature of tensors that take cotangents of their own for every position."""
+        """Adds the curvature of tensors that take separate cotangents for every position."""
         cotangents = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, separate=self.separates_positions)
         self.check_passes(len(cotangents), "a fit")
         for part, blocks in in_slices(
@@ -308,7 +307,7 @@ class GGNEngine(OuterEngine):
 
 
 class EFEngine(OuterEngine):
-    """Empirical Fisher Σ_b w_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+    """Empirical Fisher Σ_b w_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of sample b.
 
     Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ. Weights w are those of data that
     are repeated, so that they enter once, not by the square as the gradients of the weighted loss have them.
@@ -326,7 +325,7 @@ class EFEngine(OuterEngine):
 
 
 _ROWS = 64
-"""Unit vectors that are multiplied at once: rows of the Hessian held besides the result."""
+"""Rows of the Hessian that are computed at once."""
 
 
 class HessianEngine(NativeEngine):
@@ -375,7 +374,7 @@ class HessianEngine(NativeEngine):
         return self.summary(capture.rows.detach(), targets)
 
     def _require_symmetric(self, product: HessianProduct) -> None:
-        """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong."""
+        """Compares vᵀ H w with wᵀ H v, since second derivatives of some operations of PyTorch are wrong."""
         like = torch.zeros((), dtype=self.dtype, device=self.problem.device)
         generator = torch.Generator(device=like.device).manual_seed(0)
         pair = standard_normal((2, self.problem.layout.n_params), like, generator)

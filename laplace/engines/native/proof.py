@@ -6,7 +6,7 @@ autograd knows for certain, with random r `[B]` and u `[B, C]`,
 
     Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
 
-where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A parameter whose
+where the left side uses the per-sample factors of cotangents u, *unweighted*, and weighs them after. A parameter whose
 uses fail with every axis of the data goes down the ladder of fallbacks, probed in the same way. Rows that are no
 dimension of data (routed to experts, or packed) are told apart by `Routing`; parameters without a gradient are unused,
 or used in a way that autograd cannot see, of which `check_unreached` warns.
@@ -56,26 +56,26 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, tor
 """Relative error that rounding may leave in a product of a derivative with random vectors."""
 
 _SCALINGS = (0.61, 0.83, 1.37)
-"""Factors of a cotangent under which every product in a backward pass is rounded in another way."""
+"""Factors of a cotangent, each of which rounds every product in a backward pass differently."""
 
 _PERTURBATIONS = 6
-"""Forward passes at weights and inputs that differ in their last digits, so that every product is another one."""
+"""Number of forward passes at weights and inputs that differ in their last digits."""
 
 _LOST = 0.25
-"""Share of a derivative that moves with them where rounding is all that it is."""
+"""A derivative that changes by more than this share between these passes is nothing but rounding."""
 
 _NOISE = 8.0
-"""Number of times the rounding that was seen an error may be."""
+"""Largest accepted error, in multiples of the observed rounding."""
 
 Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """The random numbers of one probe with what autograd says of them."""
+    """Random numbers r and u, and what autograd gives for them."""
 
     r: Tensor  # Weights of the data, `[B]`
-    unweighted: Tensor  # u, a multiple of v for every datum, `[1, B, M]`
+    unweighted: Tensor  # u, a multiple of v for every sample, `[1, B, M]`
     truths: Gradients  # autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor
     gradients: tuple[Tensor, ...]  # Output gradients of every captured use for the unweighted cotangents
     # The least exact dtype among them and the outputs: that of the weights, or a lower one where the network
@@ -87,7 +87,7 @@ class Probe:
 
     @cached_property
     def noise(self) -> tuple[Tensor, ...]:
-        """Norm of the rounding errors in every truth: what c⁻¹ autograd.grad(f, tensor, c r u) changes with c.
+        """Norm of the rounding error in every truth: how much c⁻¹ autograd.grad(f, tensor, c r u) changes with c.
 
         Where a derivative is zero for a reason, as that of a softmax in the bias of its keys or of a norm over two
         channels in what it normalises, nothing but rounding is left of it, which no bound of the sum shows.
@@ -96,7 +96,7 @@ class Probe:
 
     @cached_property
     def lost(self) -> tuple[Tensor, ...]:
-        """Norm of every truth that is rounding of the forward pass and nothing else; 0 of all others.
+        """Norm of every truth that consists of rounding in the forward pass alone; 0 for all others.
 
         A norm over one number gives 0, but for rounding that follows the last digits of what it is given. The
         derivative in its weight is that rounding; it is another one in every pass over other data.
@@ -110,7 +110,7 @@ class Probe:
         )
 
     def _largest_change(self, others: Iterable[tuple[Gradients, float]]) -> tuple[Tensor, ...]:
-        """Norm of the largest difference of every truth from others, which are multiples of it by some factor."""
+        """Norm of the largest difference between every truth and its rescaled recomputations."""
         largest = [torch.zeros(())] * len(self.truths)
         for gradients, factor in others:
             for i, (truth, scaled) in enumerate(zip(self.truths, gradients, strict=True)):
@@ -142,7 +142,7 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
     f, n_data, generator = capture.f, len(capture.f), torch.Generator().manual_seed(0)
     r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
     v = torch.randn(f.shape[1], generator=generator).to(f)
-    # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
+    # A bias has the same Jacobian at every sample: cotangents that differ in size tell its rows apart all the same.
     unweighted = (1 + torch.rand(n_data, 1, generator=generator).to(f)) * v
     weighted, names = r[:, None] * unweighted, [slot.name for slot in problem.slots]
     stand_ins = [capture.stand_ins[name] for name in names]
@@ -180,7 +180,7 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
 
 
 def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
-    """A tensor whose numbers differ by some units of rounding; others than floating point ones as they are."""
+    """The tensor with a few units of rounding added; integers are unchanged."""
     if not tensor.is_floating_point():
         return tensor
     steps = torch.randint(-3, 4, tensor.shape, generator=digits, dtype=torch.int8).to(tensor)
@@ -222,7 +222,7 @@ def make_plan(
 
 
 def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) -> Explained:
-    """The amount of a tensor's derivative that a rule explains, whatever the data: a fallback does all of it."""
+    """How much of a tensor's derivative a rule explains; a fallback explains all."""
     if rule.fallback is not None:
         return Explained.ALWAYS
     tensor = capture.stand_ins[problem.slots[slot].name]
@@ -232,7 +232,7 @@ def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) 
 
 
 def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Explained.ALWAYS) -> bool:
-    """True if every rule of a plan explains its tensor in another pass too, in which the same calls were recorded."""
+    """True if the rules of a plan explain their tensors in another pass with the same recorded calls as well."""
     return all(explains(problem, i, rule, capture) >= least for i, rule in enumerate(plan)) and all(
         rule.uses[0].call in capture.heads if rule.is_head else capture.keeps_rows(rule.uses[0].call)
         for rule in plan
@@ -241,7 +241,7 @@ def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Exp
 
 
 def require_explained(problem: Problem) -> None:
-    """Refuses a network that is spread over processes, where layers do not explain all of its tensors."""
+    """Refuses a network that is sharded over processes unless rules of layers explain all tensors."""
     if problem.processes is not None:
         names = [problem.slots[owner.slot].name for owner in owners(problem) if rule_for(owner.module) is None]
         which = f"{names} are" if names else "some that a layer reads of another one are"
@@ -289,7 +289,7 @@ def _by_certainty(
     routing: Routing,
     least: Explained,
 ) -> Iterator[tuple[Explained, list[JacobianRule]]]:
-    """Candidates for one tensor with what they explain: first those of all data, which are one form in all batches."""
+    """Candidates for one tensor with what they explain: first those that hold whatever the data."""
     tensor = capture.stand_ins[problem.slots[slot].name]
     explained = [capture.graph.explained(tensor, [capture.calls[role.call] for role in roles]) for roles in families]
     for certainty in (Explained.ALWAYS, Explained.HERE):
@@ -299,7 +299,7 @@ def _by_certainty(
 
 
 def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterator[list[JacobianRule]]:
-    """Candidates for one tensor, of which those of the first that pass are meant: by axis, then by routed rows.
+    """Lists of candidates for one tensor, in the order in which they are tried: by batch axis, then by routed rows.
 
     Of rows that each have a place among those of the outputs, fewer than these, the place comes first: an axis may fit
     them as well, by the number of rows that a batch happens to have.
@@ -374,11 +374,11 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
 
 
 def _sees_batch(rule: JacobianRule, capture: Capture) -> bool:
-    """True if every use sees the batch itself in its first dimension, or rows that are a view of it.
+    """True if the input of every use has the batch in its first dimension, or is a view of such a tensor.
 
     Where it sees another number of rows (time first, tokens routed to experts), or where rows are indexed on
-    their way to the outputs (`_MOVING_ROWS`: a batch sorted by length), which row belongs to which datum may be decided
-    by the data: such a plan is right for its batch and is proven anew for the next.
+    their way to the outputs (`_MOVING_ROWS`: a batch sorted by length), the data may decide which row belongs to
+    which sample: such a plan is right for its batch and is proven anew for the next.
     """
     n_data = len(capture.f)
 
@@ -403,7 +403,7 @@ _MOVING_ROWS = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", 
 
 
 def first_of_use(plan: Plan) -> list[int]:
-    """The first tensor of the same uses, for every tensor: a weight and its bias share the output side of a layer."""
+    """For every tensor the first one with the same uses: a weight and its bias share the output side of a layer."""
     first: dict[object, int] = {}
     uses = [tuple((use.call, use.axis.value) for use in rule.uses) for rule in plan]
     return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
@@ -441,7 +441,7 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 _COTANGENTS = 3
-"""Of a fallback's proof: that of one would not see cotangents that are taken for each other."""
+"""Number of cotangents in a fallback's proof: with one, swapped cotangents would go unnoticed."""
 
 
 def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, proof: Probe) -> JacobianRule:
@@ -478,22 +478,22 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, pr
 
 
 _AT_ONCE = 2**22
-"""Numbers of gradients up to which all cotangents go through one pass."""
+"""Size of gradients up to which all cotangents go through one pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The rows of all calls of a captured batch by their datum, found when they are asked for.
+    """Finds which sample every row of a call belongs to, where rows were routed (to experts, or packed).
 
-    A row belongs to the datum whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose
-    number has no j-th bit: the gradient of a row is zero, exactly, for those that its datum has not. A row that reaches
-    the outputs of several data gets a wrong number, and like every other reading of a layer must pass the probe.
+    A row belongs to the sample whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose
+    number has no j-th bit: the gradient of a row is exactly zero for those that its sample lacks. A row that
+    reaches the outputs of several samples gets a wrong number; like every other candidate it must pass the probe.
     """
 
     capture: Capture  # The batch
 
     def by_datum(self, calls: Sequence[int]) -> list[RoutedRows]:
-        """Rows of some calls by the datum whose outputs they reach."""
+        """The sample of every row of some calls."""
         return [RoutedRows.of(self._data[call], len(self.capture.f)) for call in calls]
 
     def by_output_row(self, calls: Sequence[int]) -> list[RoutedRows] | None:
@@ -509,7 +509,7 @@ class Routing:
         return [RoutedRows.at(place, len(self.capture.f), self.capture.n_positions) for place in places]
 
     def rerouted(self, uses: Sequence[UseOfParameter]) -> tuple[UseOfParameter, ...]:
-        """Uses that were proven on a stand-in for this batch, with the rows of this one."""
+        """Uses that were proven on another batch, with the rows of this one."""
         if not any(isinstance(use.axis, RoutedRows) for use in uses):
             return tuple(uses)
         calls = [use.call for use in uses]
@@ -517,7 +517,7 @@ class Routing:
         return tuple(replace(use, axis=axis) for use, axis in zip(uses, axes, strict=True))
 
     def _is_partial(self, call: int) -> bool:
-        """True if a call may have rows for some rows of the outputs: it has fewer, and not an image for every datum."""
+        """True if a call may have seen only some rows: fewer than the outputs have, and not one image per sample."""
         own = self.capture.calls[call]
         n_rows = _n_rows(own)
         return n_rows < len(self.capture.rows) and (n_rows != len(self.capture.f) or own.x.ndim <= 2)
@@ -531,7 +531,7 @@ class Routing:
         return self._numbers(len(self.capture.rows))
 
     def _numbers(self, count: int) -> list[Tensor]:
-        """Number of the datum, or of the row of the outputs, that every row of every call belongs to, `[R]`.
+        """Number of the sample, or of the row of the outputs, that every row of every call belongs to, `[R]`.
 
         A row without a gradient adds nothing but its input; it gets a number between those of the rows around it.
         """
@@ -554,7 +554,7 @@ class Routing:
 
 
 def _n_rows(call: LayerCall) -> int:
-    """Number of rows of a call: the positions of one datum, if there were one."""
+    """Number of rows of a call: its positions if the batch were one sample."""
     if isinstance(call.by, SpreadCall):
         return call.shape[0] if call.shape else 0
     if not isinstance(call.by, nn.Module):
@@ -564,7 +564,7 @@ def _n_rows(call: LayerCall) -> int:
 
 
 def _between(known: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """Numbers `[R]` of the rows that are known, and of the others what lies between."""
+    """Numbers `[R]` of all rows, interpolated between those that are known."""
     at, row = torch.nonzero(known).flatten(), torch.arange(len(known), device=known.device)
     ends = torch.cat([at.new_full((1,), -1), at, at.new_full((1,), len(known))])
     values = torch.cat([at.new_zeros(1), numbers[at], at.new_full((1,), count)]).clamp(max=count - 1)
@@ -575,11 +575,11 @@ def _between(known: Tensor, numbers: Tensor, count: int) -> Tensor:
 
 
 _CHANGE = 1e-3
-"""Change of the outputs, relative to the largest, above which they depend on a tensor: far above rounding."""
+"""Relative change of the outputs above which they depend on a tensor: far above rounding."""
 
 
 def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
-    """Warns of tensors without a derivative on which the outputs depend all the same, as two forward passes say.
+    """Warns of tensors without a derivative on which the outputs nevertheless depend, as two forward passes show.
 
     Under `torch.no_grad()`, behind `detach()` or a step function a tensor has no derivative. Its curvature would be
     zero and its posterior the prior, which is right of unused tensors alone.
@@ -602,7 +602,7 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 
 
 def _depends(problem: Problem, x: Inputs, names: list[str]) -> bool:
-    """True if the outputs change with tensors that are made larger; False where they cannot be."""
+    """True if the outputs change when these tensors are made larger."""
     tensors = problem.detached()
     outputs: list[Tensor] = []
     try:

@@ -1,4 +1,4 @@
-"""Proofs that still hold: of a network that did not change, in its next fit and for other numbers of data.
+"""A cache of proofs, for later fits of an unchanged network and for batches of other sizes.
 
 How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
 and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most.
@@ -29,34 +29,31 @@ _MAX_PLANS = 64
 """Plans of one network."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
-"""Name of the nodes of tensors that require gradients and are no results."""
+"""Name of the nodes of leaf tensors."""
 
 _B = -1
-"""Stands for the number of data in a shape; other sizes that are equal to it make another record."""
+"""Stands for the batch size in a shape."""
 
 
 class _Known:
-    """Plans that were proven for a network."""
-
     def __init__(self, state: Held) -> None:
         self.state = state  # Its tensors and settings then
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:
-        """Keeps a plan, in the place of the oldest if there are many."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.pop(next(iter(self.plans)))
         self.plans[record] = plan
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-"""By the network; nothing of it is held."""
+"""Proofs by network, without a reference to it."""
 
 
 def proven_plan(
     problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
-    """The plan of `make_plan`, whose arguments these are, from a proof that still holds if there is one.
+    """`make_plan`, or the plan of an earlier proof that still holds.
 
     None without the ladder, where a tensor needs it.
     """
@@ -75,7 +72,7 @@ def proven_plan(
 
 
 def _known(problem: Problem) -> _Known:
-    """Plans of a network whose weights, buffers and settings are what they were; none yet of another."""
+    """The proofs of a network, which are dropped if its weights, buffers or settings changed."""
     module = problem.module
     now, proofs = Held.by(module, problem.forward_fn), _KNOWN.get(module)
     if proofs is None or not now.same_as(proofs.state):
@@ -84,7 +81,7 @@ def _known(problem: Problem) -> _Known:
 
 
 def _record(problem: Problem, capture: Capture, x: Inputs) -> Hashable | None:
-    """All that a proof depends on, whatever the number of data; None where that cannot be told."""
+    """Everything that a proof depends on, whatever the batch size; None if that is unknown."""
     if capture.as_it_was is not None:  # a look at the graph would compute activations once more
         return None
     if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
@@ -110,7 +107,7 @@ def _record(problem: Problem, capture: Capture, x: Inputs) -> Hashable | None:
 
 
 def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable, ...] | None:
-    """Every node of the graph of f, in the order in which they are met; None if a user's own function is among them."""
+    """A record of every node of the graph of f; None if a user's function is among them."""
     nodes: list[Any] = [f.grad_fn]
     number = {f.grad_fn: 0}
     record: list[Hashable] = []
@@ -138,13 +135,13 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
 
 
 def _settings(node: Any, name: str, n_data: int) -> list[Hashable]:
-    """Arguments that a node of some name keeps, without tensors."""
+    """Arguments that a node keeps, without tensors."""
     settings = [_plain(getattr(node, saved), n_data if sizes else None) for saved, sizes in _arguments(type(node))]
     return [*settings, *_numbers(node)] if name.startswith(_PRODUCTS) else settings
 
 
 def _numbers(node: Any) -> Iterator[Hashable]:
-    """Plain numbers by which a product multiplies: one that is zero hides what is behind it."""
+    """Plain numbers by which a product multiplies: a zero hides what is behind it."""
     for name in ("_saved_self", "_saved_other"):
         value = getattr(node, name, None)
         if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
@@ -156,7 +153,7 @@ _PRODUCTS = ("MulBackward", "DivBackward")
 
 @cache
 def _arguments(kind: type) -> tuple[tuple[str, bool], ...]:
-    """Names of a node's saved arguments without tensors, of which PyTorch has a raw form, and whether they are sizes.
+    """Names of a node's saved arguments that are no tensors (tensors have a raw form), and whether they are sizes.
 
     Sizes say their product.
     """
@@ -166,7 +163,6 @@ def _arguments(kind: type) -> tuple[tuple[str, bool], ...]:
 
 
 def _plain(value: Any, n_data: int | None) -> Hashable:
-    """A value that can be compared."""
     if isinstance(value, (list, tuple)):
         return tuple([_B if part == n_data and type(part) is int else _plain(part, n_data) for part in value])
     return value

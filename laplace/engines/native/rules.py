@@ -23,7 +23,7 @@ class BatchAxis(ABC):
     """Dimension of the data among the leading ones of an activation.
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
-    the two apart (T may equal B); the probe of `proof.py` does. `RoutedRows` know the datum of every row.
+    the two apart (T may equal B); the probe of `proof.py` does. `RoutedRows` know the sample of every row.
     """
 
     LEADING: ClassVar[BatchAxis]
@@ -56,19 +56,19 @@ BatchAxis.LEADING, BatchAxis.TRAILING = _Leading(), _Trailing()
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows(BatchAxis):
-    """Rows that are no dimension of data: those of them that were sent to an expert, or a packed batch.
+    """Rows without a batch dimension: those that were routed to an expert, or a packed batch.
 
-    Every datum gets T positions, as many as the one with most rows. Places without a row hold zeros, and −1 for
+    Every sample gets T positions, as many as the one with most rows. Places without a row hold zeros, and −1 for
     indices.
     """
 
-    place: Tensor  # Datum · T + position of every row, `[R]`, all different
+    place: Tensor  # Sample · T + position of every row, `[R]`, all different
     present: Tensor  # Places that hold a row, `[B, T]`
     value = "routed rows"
 
     @classmethod
     def of(cls, datum: Tensor, n_data: int) -> RoutedRows:
-        """The rows of some data, `[R]`, in their order."""
+        """From the sample of every row, `[R]`."""
         counts = torch.bincount(datum, minlength=n_data)
         order = datum.argsort(stable=True)
         position = torch.empty_like(datum)
@@ -78,7 +78,7 @@ class RoutedRows(BatchAxis):
 
     @classmethod
     def at(cls, place: Tensor, n_data: int, width: int) -> RoutedRows:
-        """The rows of given places among T of every datum."""
+        """From the place of every row, `[R]`, among T of every sample."""
         present = torch.zeros(n_data * width, dtype=torch.bool, device=place.device)
         return cls(place, present.index_fill(0, place, True).view(n_data, width))
 
@@ -93,7 +93,7 @@ class RoutedRows(BatchAxis):
 
 
 def _around(tensor: Tensor, n_features: int, *, batched: bool) -> tuple[torch.Size, torch.Size]:
-    """The dimensions before and after those of data and positions."""
+    """The dimensions before and after those of samples and positions."""
     return tensor.shape[: int(batched)], tensor.shape[tensor.ndim - n_features :]
 
 
@@ -117,7 +117,7 @@ class LayerRule(ABC, Generic[A]):
 
     @abstractmethod
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
-        """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
+        """Positions per sample in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> A | None:
@@ -129,7 +129,7 @@ class LayerRule(ABC, Generic[A]):
 
 
 def evenly(total: int, n_data: int) -> int:
-    """Positions per datum, 0 if the total is no multiple of the data."""
+    """Positions per sample, 0 if the total is no multiple of the data."""
     return total // n_data if total % n_data == 0 else 0
 
 
@@ -254,7 +254,7 @@ class TransposedConvolutionRule(_Convolution[Tensor]):
 
 
 def _unfolded_gradients(module: nn.Module, g: Tensor) -> Tensor:
-    """Gradients `[K, N, channels, *space]` that meet an input, `[K, N, *input space, G, O]`, or their shape."""
+    """Gradients `[K, N, channels, *space]` that every input meets, `[K, N, *input space, G, O]`."""
     kernel, groups = module.kernel_size, module.groups
     space = _input_space(module, g.shape[3:])
     if g.is_meta:

@@ -28,7 +28,7 @@ CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def weights_of(args: tuple[Any, ...]) -> Sequence[Tensor]:
-    """The weights of a call; none of one with packed sequences or dropout, which is left to PyTorch."""
+    """The weights of a call; none if it has packed sequences or dropout and is left to PyTorch."""
     if len(args) != 9 or not isinstance(args[3], bool):
         return ()
     _, _, weights, _, n_layers, dropout, training, _, _ = args
@@ -139,7 +139,7 @@ _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_b
                 "q_proj_weight", "k_proj_weight", "v_proj_weight")  # fmt: skip
 
 _SHORT = 2
-"""Tokens per number of a head up to which scores are no larger than other activations of the layer.
+"""Tokens per feature of a head up to which scores are no larger than other activations of the layer.
 
 There products are faster than PyTorch's fused attention, whose backward pass is not vectorised over cotangents.
 """
@@ -148,7 +148,7 @@ There products are faster than PyTorch's fused attention, whose backward pass is
 def attend(
     linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`, or None where that is to be called itself."""
+    """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`; None if PyTorch is to run it."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
@@ -205,7 +205,7 @@ def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor
 
 
 def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask of truth values as numbers: −∞ where it is true."""
+    """A Boolean mask as numbers: −∞ where it is true."""
     if mask.dtype is not torch.bool:
         return mask.to(like.dtype)
     return like.new_zeros(mask.shape).masked_fill(mask, -torch.inf)
