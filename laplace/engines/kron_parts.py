@@ -32,6 +32,7 @@ class ThinFactor:
         return len(self.values)
 
     def unsqueeze(self, dim: int) -> ThinFactor:
+        """The factor with one more leading dimension."""
         return replace(self, values=self.values.unsqueeze(dim), vectors=self.vectors.unsqueeze(dim))
 
     @staticmethod
@@ -47,6 +48,7 @@ class ThinFactor:
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions of the matrix."""
         return self.vectors.ndim
 
     @property
@@ -75,9 +77,11 @@ class ThinFactor:
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
+        """A multiple of the factor."""
         return replace(self, values=factor * self.values)
 
     def joined(self, other: ThinFactor) -> ThinFactor:
+        """The sum of two factors."""
         values = torch.cat([widened(self.values), widened(other.values)], -1)
         vectors = torch.cat([widened(self.vectors), widened(other.vectors)], -1)
         return ThinFactor(values, vectors, orthonormal=False)
@@ -130,6 +134,7 @@ class KronParts:
 
     @classmethod
     def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
+        """From factors of both forms."""
         matrices: dict[str, Tensor] = {}
         thin: dict[str, ThinFactor] = {}
         for key, factor in factors.items():

@@ -713,4 +713,5 @@ def add_squared(running: Tensor, x: Tensor) -> None:
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors."""
     return reduce(torch.add, parts)

@@ -34,9 +34,11 @@ class MatrixSum:
 
     @classmethod
     def of(cls, values: Tensor) -> MatrixSum:
+        """From complete matrices `[E, p, p]`."""
         return cls(values.shape[-1], values, n_terms=len(values))
 
     def add(self, values: Tensor) -> None:
+        """Adds complete matrices `[E, p, p]`."""
         self.upper(len(values), values).add_(values)
 
     def upper(self, n_terms: int, like: Tensor) -> Tensor:
@@ -338,6 +340,7 @@ class Pairs:
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Pairs:
+        """From the blocks of all tensors."""
         slices: list[slice] = []
         start = 0
         for block in blocks:

@@ -86,6 +86,7 @@ class LayerCall:
 
     @property
     def weight_alone(self) -> Tensor | None:
+        """The tensor of this name of a function's call; None of a module."""
         return None if isinstance(self.by, nn.Module) else self.by.weight_alone
 
     @property
@@ -95,6 +96,7 @@ class LayerCall:
 
     @property
     def module(self) -> nn.Module:
+        """The called module."""
         if not isinstance(self.by, nn.Module):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by
