@@ -63,9 +63,7 @@ class UserBackendEngine(CurvatureEngine):
             summary, *_ = [self.accumulate(x, y, part) for part in sink.parts]
             return summary
         if sink.quantity in self.methods:
-            summary, values = {"full": self._users_full, "diag": self._users_diag, "kron": self._users_kron}[
-                sink.quantity
-            ](x, y)
+            summary, values = self._by_method(sink.quantity, x, y)
             sink.put([values] if sink.quantity == "full" else values)
             return summary
         if isinstance(sink, KronSink):
@@ -76,7 +74,7 @@ class UserBackendEngine(CurvatureEngine):
             sink.add(blocks, 0)
             return summary
         if "full" in self.methods:
-            summary, matrix = self._users_full(x, y)
+            summary, matrix = self._by_method("full", x, y)
             sink.put_matrix(matrix, self.problem.layout, type(self.backend).__name__)
             return summary
         return self.builtin.accumulate(x, y, sink)
@@ -126,7 +124,7 @@ class UserBackendEngine(CurvatureEngine):
             with users_call(self.problem.module):
                 gradients, loss = self.backend.gradients(x, y)
             columns = factor * self._shaped("gradients", gradients.detach(), 2).unsqueeze(0)
-            summary = self._summary(x, y, factor * loss)
+            summary = summarised(self, x, y, factor * loss, f"backend={self.name}")
         else:
             ((jacobian, f),) = self.jacobian(x)
             f = f.to(self.dtype)
@@ -140,25 +138,18 @@ class UserBackendEngine(CurvatureEngine):
         parts = columns.to(self.dtype).split(list(self.problem.layout.sizes), 2)
         return summary, {i: DenseBlock(part) for i, part in enumerate(parts)}
 
-    def _users_full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
+    def _by_method(self, method: str, x: Inputs, y: Tensor) -> tuple[BatchSummary, Any]:
+        """The summary of a batch, with what the user's `full`, `diag` or `kron` returns, as sinks take it."""
+        n_data = batches.size(x, self.backend.dict_key_x) if method == "kron" else 0
+        options = ({} if method == "full" else self.call_options) | ({"N": n_data} if method == "kron" else {})
         with users_call(self.problem.module):
-            loss, values = self.backend.full(x, y)
-        return self._summary(x, y, loss), self._shaped("full", values, 2).unsqueeze(0)
-
-    def _users_diag(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        with users_call(self.problem.module):
-            loss, values = self.backend.diag(x, y, **self.call_options)
-        values = self._shaped("diag", values, 1).unsqueeze(0)
-        return self._summary(x, y, loss), values.clone()  # batches are added to it
-
-    def _users_kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        n_data = batches.size(x, self.backend.dict_key_x)
-        with users_call(self.problem.module):
-            loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
-        return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
-
-    def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
-        return summarised(self, x, y, loss, f"backend={self.name}")
+            loss, values = getattr(self.backend, method)(x, y, **options)
+        if method == "kron":
+            values = self._parts(values.kfacs, n_data)
+        else:
+            values = self._shaped(method, values, 2 if method == "full" else 1).unsqueeze(0)
+        summary = summarised(self, x, y, loss, f"backend={self.name}")
+        return summary, values.clone() if method == "diag" else values  # to which batches are added
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
         """Checks the shape of a tensor that a user's method returned."""

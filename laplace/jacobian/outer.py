@@ -94,7 +94,8 @@ class FactoredBlock(Block):
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        return self.g.shape[0], self.g.shape[1], self.groups * self.n_outputs * self.n_inputs
+        n_cotangents, n_data, _, groups, n_outputs = self.gradients.shape
+        return n_cotangents, n_data, groups * n_outputs * self.n_inputs
 
     # Without a look at the inputs:
 
