@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -262,13 +262,12 @@ class Block(ABC):
         """A detached block as tensors, numbers and strings, its `kind` among `BLOCKS` among them."""
         if not self.kind:
             return DenseBlock(self.dense()).state()
-        names = [field.name for field in fields(cast("Any", self)) if field.init]
-        return {"kind": self.kind} | {name: getattr(self, name) for name in names}
+        return {"kind": self.kind} | {name: getattr(self, name) for name in _arguments(type(self))}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Block:
         """The block of a state of this kind."""
-        return cls(**{name: value for name, value in state.items() if name != "kind"})
+        return cls(**{name: state[name] for name in _arguments(cls) if name in state})  # older ones may hold others
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -399,6 +398,10 @@ def from_state(state: Mapping[str, Any]) -> Block:
     if state["kind"] not in BLOCKS:
         raise StateError(f"the state holds a block of kind {state['kind']!r}, known are {list(BLOCKS)}.")
     return BLOCKS[state["kind"]].from_state(state)
+
+
+def _arguments(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
 
 
 B = TypeVar("B", bound=Block)
