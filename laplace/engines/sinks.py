@@ -32,7 +32,7 @@ from laplace.engines.kron_parts import (
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, total
 from laplace.jacobian.full_sum import MatrixSum
-from laplace.jacobian.heads import Head, HeadBlock, unrotated
+from laplace.jacobian.heads import Head, HeadBlock, as_head, unrotated
 from laplace.jacobian.outer import FactoredBlock
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian
@@ -149,8 +149,8 @@ class DiagSink(Sink):
 
     def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
         """The heads in the bases, where they still are heads."""
-        in_basis = {i: self._in_basis(i, block) for i, block in heads.items()}
-        return {i: block for i, block in in_basis.items() if isinstance(block, Head)}
+        in_basis = {i: as_head(self._in_basis(i, block)) for i, block in heads.items()}
+        return {i: head for i, head in in_basis.items() if head is not None}
 
     def _in_basis(self, slot: int, block: Block) -> Block:
         return block if self.bases is None else self.bases[slot].project(block)

@@ -314,6 +314,11 @@ class RotatedHeadBlock(Head):
         return ((basis * norms.unsqueeze(1)) @ basis.T).expand(self.n_data, -1, -1)
 
 
+def as_head(block: Block) -> Head | None:
+    """The block if it is a head in some basis, else None."""
+    return block if isinstance(block, Head) else None
+
+
 def unrotated(blocks: Sequence[Head]) -> list[HeadBlock]:
     """The blocks of a head in the basis of its outputs."""
     heads = all_of(HeadBlock, blocks)

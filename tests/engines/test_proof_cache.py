@@ -34,9 +34,9 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     prove = proof_cache.make_plan
 
-    def counted(problem: Any, capture: Any, x: Any, n_data: int, **options: Any) -> Any:
-        seen.append(n_data)
-        return prove(problem, capture, x, n_data, **options)
+    def counted(problem: Any, capture: Any, x: Any, **options: Any) -> Any:
+        seen.append(len(capture.f))
+        return prove(problem, capture, x, **options)
 
     monkeypatch.setattr(proof_cache, "make_plan", counted)
     return seen
