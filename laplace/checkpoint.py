@@ -23,7 +23,6 @@ from laplace.core.processes import Processes
 from laplace.errors import ProcessError, StateError, UnsupportedError
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import shards_of
 from laplace.structures import fields
 from laplace.structures.base import Curvature
 from laplace.structures.sharded import ShardedCurvature, placed, separation_of
@@ -53,7 +52,7 @@ def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
     """
     from torch.distributed import checkpoint
 
-    curvature = shards_of(la.snapshot())
+    curvature = la.snapshot().shards
     if curvature is None:
         raise UnsupportedError(
             "checkpoint.save of a posterior that is not sharded; it is written by torch.save(la.state_dict(), path)."

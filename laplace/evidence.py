@@ -16,9 +16,9 @@ from torch import Tensor
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Precision
+from laplace.structures.fit import Fit
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,21 +12,20 @@ from torch import Tensor
 
 from laplace.base import BaseLaplace
 from laplace.core.arguments import check_counts, checked
-from laplace.core.batch import DataWeights, Inputs
+from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import COVARIANCES, is_overridden
 from laplace.core.registry import KeyedClasses
 from laplace.enums import LinkApprox, LinkName
 from laplace.errors import InvalidArgument, InvalidType, NotFittedError
 from laplace.evidence import Evidence
-from laplace.fitting import Fit
+from laplace.fitting.fit import fit, forget, infer_channels, plan
+from laplace.fitting.options import FitOptions
 from laplace.fitting.planning import FitPlan
 from laplace.network.model_guard import own_precision
 from laplace.network.watch import Fingerprint
-from laplace.posterior import learning
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.learning import with_channels_of
-from laplace.posterior.manual_fit import batch_of, restarted, with_backend_loss, with_parts, with_root, without_data
+from laplace.posterior.manual_fit import batch_of, restarted, with_parts, with_root, without_data
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.posterior.user_hooks import (
     UsersPrecision,
@@ -42,6 +41,7 @@ from laplace.saving import Recipe, Saved
 from laplace.state import describe, loaded, moved_with_model
 from laplace.state import save as state_of
 from laplace.structures.base import Curvature, Precision
+from laplace.structures.fit import Fit
 from laplace.tuning.tunable import Tunable
 
 if TYPE_CHECKING:
@@ -341,12 +341,12 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
             ApproximationWarning: Random outputs, several heads with a last layer, several processes without `group`,
                 processes that read the same data, or many weights whose Kronecker factors would be too large.
         """
-        posterior = learning.fitted_to(
-            self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
-            generator=generator, check_memory=check_memory, group=group, sharded=sharded, resume=resume,
-            save_every=save_every, weight_fn=weight_fn, dict_key_weight=dict_key_weight,
+        options = FitOptions(
+            override=override, progress_bar=progress_bar, decay=decay, subset=subset, generator=generator,
+            check_memory=check_memory, group=group, sharded=sharded, resume=resume, save_every=save_every,
+            weight_fn=weight_fn, dict_key_weight=dict_key_weight,
         )  # fmt: skip
-        self.set_posterior(posterior)
+        self.set_posterior(fit(self.snapshot(), train_loader, options))
 
     @checked
     def forget(
@@ -388,14 +388,14 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         from laplace.posterior.combining import moved_by_removal
 
         self._require_data()
-        before, loader = self.snapshot(), list(loader) if move_mean else loader
-        posterior = learning.without(
-            before, loader, progress_bar=progress_bar, weight=weight, group=group, weight_fn=weight_fn,
-            dict_key_weight=dict_key_weight,
+        options = FitOptions(
+            override=False, progress_bar=progress_bar, group=group, weight_fn=weight_fn,
+            dict_key_weight=dict_key_weight, removed_weight=weight,
         )  # fmt: skip
+        before, loader = self.snapshot(), list(loader) if move_mean else loader
+        posterior = forget(before, loader, options)
         if move_mean:
-            weights = DataWeights.of(weight_fn, dict_key_weight)
-            posterior = moved_by_removal(before.uncalibrated(), posterior, loader, weights, weight)
+            posterior = moved_by_removal(before.uncalibrated(), posterior, loader, options.weights, weight)
         self.set_posterior(posterior)
 
     @checked
@@ -412,9 +412,9 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
             InvalidData: The loader gives no data.
             UnsupportedError: A backend or structure of your own that has no estimate of its cost.
         """
-        posterior, plan = learning.planned(self._posterior, train_loader)
+        posterior, planned = plan(self._posterior, train_loader)
         self.set_posterior(posterior)
-        return plan
+        return planned
 
     @checked
     def refine(
@@ -648,7 +648,7 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         check_counts(n_data=n_data)
-        self._posterior = with_channels_of(with_backend_loss(self._posterior), x, y)
+        self._posterior = infer_channels(self._posterior.with_backend_loss(), x, y)
         return batch_of(self._posterior, x, y, n_data)
 
     # Predictions and tuning.

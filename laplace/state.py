@@ -13,13 +13,12 @@ from laplace import laplace_torch_states
 from laplace.base import BaseLaplace
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
-from laplace.fitting import Fit
 from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.learning import with_channels
 from laplace.posterior.posterior import Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, move
+from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
 
 VERSION = 1
@@ -167,7 +166,7 @@ def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature)
         curvature: Its curvature.
     """
     if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
-        posterior = with_channels(posterior, state["channel_dim"])
+        posterior = posterior.with_channels(state["channel_dim"])
     to, structure = posterior.hypers.device, posterior.choices.structure
     loss, draws, weighed = state["loss"].to(to), state.get("draws"), bool(state.get("is_weighed", False))
     fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws, weighed)

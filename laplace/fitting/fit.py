@@ -1,390 +1,585 @@
-"""Accumulates batches into one frozen `Fit`: all of the data's part of a posterior."""
+"""From data to the next posterior, in one process: `fit`, `forget` and `plan`.
+
+    fit → compute_fit → _begin                  all that can be refused before data are read, and the first batch
+                      → infer_from_first_batch  the last layer, and the dimension of the classes
+                      → sum_data                readings of the data: one `Fit`
+        → Posterior.with_data
+
+A fit over several processes takes the same way; what they exchange is in `processes.py`, files of interrupted fits are
+in `resuming.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.core.memory import ran_out
-from laplace.core.precision_policy import wide_dtype
-from laplace.core.progress import known_length
-from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count, same_count
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import planning
-from laplace.fitting import processes as shards
-from laplace.fitting.planning import MemoryCheck
-from laplace.fitting.reading import Reading, ReadOptions
+from laplace.core import batch as batches
+from laplace.core.arguments import check_length
+from laplace.core.batch import Inputs
+from laplace.core.checks import Conditions, named
+from laplace.core.content import Content, ContentReader
+from laplace.core.inference import kept_for_later
+from laplace.core.memory import COTANGENT, ran_out
+from laplace.core.overrides import FITTING
+from laplace.core.positions import channel_of
+from laplace.core.progress import DataBar, known_length
+from laplace.core.random_numbers import drawn_seed
+from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, same_count
+from laplace.engines.kron_parts import UNUSED
+from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
+from laplace.fitting import checks, planning, processes
+from laplace.fitting.options import FitOptions
+from laplace.fitting.planning import FitPlan, MemoryCheck
+from laplace.fitting.processes import Begun, FitDescription, agree_on_fit
 from laplace.fitting.resuming import Resumable
-from laplace.likelihoods.base import Likelihood
-from laplace.structures.base import Curvature, DataPass, narrowed
+from laplace.fitting.subsampling import Subsample
+from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
+from laplace.network import next_token
+from laplace.network.misfits import called, noticing_swap
+from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
+from laplace.network.spread import require_whole
+from laplace.network.watch import FirstBatch, Witness
+from laplace.posterior.posterior import Choices, Posterior, match_lengths
+from laplace.posterior.user_hooks import HookedPass, number_of_data
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.fit import Fit
+from laplace.weights.problem import Problem
 
-# A user's own loss, as a fit meets it: one that has no curvature, or that couples data, would leave the prior.
-
-
-_LIBRARY = __name__.split(".")[0]
-
-_ALONE = 8
-"""Data whose losses are also computed one by one."""
-
-_SCALES = (0.1, 1.0, 10.0)
-"""Distances, in units of the outputs, at which a loss is tried that had no curvature at the data."""
-
-_TOGETHER = (
-    "Data that are to depend on each other, as those of a risk set, are one datum with as many outputs: inputs "
-    "[1, N, ...], outputs [1, N]."
-)
+# The next posterior.
 
 
-class OwnLoss:
-    """A loss as the batches of a fit show it.
+def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
+    """The posterior of data, or of data in addition to those of the former fit; errors and warnings: see `la.fit`."""
+    posterior = posterior.before_new_data("fit")
+    options = options.within(posterior.weights.spread_over)
+    checks.warn_of_dropped(loader)
+    former = None if options.override else posterior.data
+    processes.check_group(options.processes, posterior if former else None, sharded=options.sharded)
+    new = compute_fit(posterior, loader, options)
+    former_content = None if former is None else former.content
+    if former_content is not None and options.decay == 1:  # of which faded data are an average over time
+        checks.warn_of_repeated(former_content, new.content)
+    with kept_for_later(), torch.no_grad():
+        total = new.fit if former is None else processes.add(former.fit.scaled(options.decay), new.fit)
+        if options.sharded and options.processes is not None:
+            total = processes.shard(total, options.processes, new.posterior.problem.layout)
+        after = new.after(total, former_content)
+    checks.warn_of_diagonals(new.fit, after.problem)
+    _look_for_sigmoid(after, new.witness)
+    if options.resumable is not None:
+        options.resumable.end()
+    return after
 
-    Args:
-        likelihood: The loss.
-        curvature: What the curvature is made of: second derivatives (`"ggn"`), gradients (`"ef"`) or either.
-    """
 
-    def __init__(self, likelihood: Likelihood, curvature: str) -> None:
-        self.likelihood = likelihood
-        self.curvature = curvature
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._curved = False
-
-    @classmethod
-    def of(cls, engine: CurvatureEngine) -> OwnLoss | None:
-        """That of an engine; None of the library's own."""
-        likelihood = engine.likelihood
-        if type(likelihood).__module__.split(".")[0] == _LIBRARY:
-            return None
-        return cls(likelihood, "ef" if engine.options.stochastic else engine.kind)
-
-    def see(self, f: Tensor, y: Tensor) -> None:
-        """Looks at outputs `[B, C]` with their checked targets, until there was some curvature.
-
-        Raises:
-            UnsupportedError: The loss couples data.
-        """
-        if self._last is None:
-            self._require_sum(f[:_ALONE], y[:_ALONE])
-        if not self._curved:
-            self._last, self._curved = (f, y), self._is_curved(f, y)
-
-    def require_curved(self) -> None:
-        """Refuses a loss without curvature, at the data and wherever else it was tried.
-
-        Raises:
-            CurvatureError: It has none.
-        """
-        if self._curved or self._last is None:
-            return
-        f, y = self._last
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(f.shape, generator=generator, dtype=wide_dtype()).to(f)
-        centres = [f, y.to(f)] if y.is_floating_point() and y.shape == f.shape else [f]
-        for centre in centres:
-            for scale in _SCALES:
-                if self._is_curved(centre + scale * (1 + centre.abs()) * noise, y):
-                    return
-        derivative = "gradient" if self.curvature == "ef" else "second derivative"
-        raise CurvatureError(
-            f"the loss of likelihood={self.likelihood.name!r} has a {derivative} of exactly zero, at all data of the "
-            "fit and at other outputs: the posterior would be the prior. A quantile or absolute loss has no curvature: "
-            "take a smooth one, ((f - y)**2 + 0.01).sqrt() for |f - y|, or backend=NativeEF, a sum of outer products "
-            f"of gradients. A loss that couples data, as Cox's, says nothing of one datum alone. {_TOGETHER}"
+def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
+    """The posterior without data that were fitted; errors: see `la.forget`."""
+    former = posterior.map_fit
+    posterior = posterior.before_new_data("forget")
+    if posterior.choices.backend_kwargs.get("stochastic"):
+        raise UnsupportedError(
+            "backend_kwargs has stochastic=True: other targets would be drawn than in the fit, so that the difference "
+            "would not be the curvature of the remaining data. Use the exact GGN, or fit the remaining data anew."
         )
-
-    def _is_curved(self, f: Tensor, y: Tensor) -> bool:
-        if self.curvature != "ef":
-            hessian = self.likelihood.hessian(f, y)
-            if bool((hessian.diag if hessian.dense is None else hessian.dense).ne(0).any()):
-                return True
-        return self.curvature != "ggn" and bool(self.likelihood.gradient(f, y).ne(0).any())
-
-    def _require_sum(self, f: Tensor, y: Tensor) -> None:
-        """Refuses a loss that is no sum over data, as far as few data tell."""
-        try:
-            alone = torch.stack([self.likelihood.loss_terms(f[b : b + 1], y[b : b + 1]) for b in range(len(f))])
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a loss that wants several data
-            if ran_out(error):
-                raise
-            return
-        together = self.likelihood.loss_terms(f, y)
-        allowed = torch.finfo(f.dtype).eps ** 0.5 * (1 + alone.abs().sum(0))
-        if bool(((together - alone.sum(0)).abs() > allowed).any()):
-            raise UnsupportedError(
-                f"the loss of likelihood={self.likelihood.name!r} is no sum over data: {len(f)} data have a loss of "
-                f"{together.sum().item():.6g} together, and of {alone.sum().item():.6g} one by one. loss_terms is a "
-                f"sum, not a mean, over the batch. {_TOGETHER}"
-            )
+    options = options.within(posterior.weights.spread_over)
+    processes.check_group(options.processes, posterior, sharded=False)
+    removed = compute_fit(posterior, loader, options).fit
+    if options.removed_weight is not None:
+        removed = removed.scaled(options.removed_weight)
+    with autograd_mode(), torch.no_grad():
+        signed = posterior.choices.backend_cls.kind == "hessian"
+        return posterior.with_fit(processes.subtract(former, removed, signed=signed))
 
 
-_NOTHING = 1e-9
-"""Share of the data below which a count, a sum of weights that faded, is zero."""
-
-NO_DATA = "the loader gave no data, or all are ignored; a Laplace approximation needs at least one datum."
+def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:
+    """The posterior with what the first batch tells, and what a fit would take; errors: see `la.plan`."""
+    choices, model = posterior.choices, posterior.model
+    require_whole(model, "timing takes passes that other processes do not make")
+    with autograd_mode(), torch.no_grad(), same_random_state(model):
+        batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
+        x, y = planning.first_counted(loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model)
+        posterior = infer_from_first_batch(posterior, x, y)
+        profile = _engine_of(posterior, FitOptions()).profile(x, y)
+    how = (posterior.problem, choices.structure, choices.structure_options, known_length(loader))
+    return posterior, planning.make_plan(profile, *how)
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
-    """Curvature and loss of the data: additive over batches, shards and later data.
+class NewFit:
+    """Curvature and loss of data at the network's present weights.
 
     Attributes:
-        curvature: Unit curvature.
-        loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Number of data without ignored ones, or the sum of their weights; a `decay` multiplies it.
-        n_outputs: C.
-        coverage: Which layer rule or fallback explained every random parameter.
-        draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
-        is_weighed: Whether some of the data had weights of their own, which no other reading of the data knows.
+        posterior: The former posterior, with what only data tell: which layer runs last, where the channels are.
+        fit: Curvature and loss of the data alone.
+        engine: What computed them.
+        witness: Data of the first batch with the outputs there, or None.
+        content: Digest of the data.
     """
 
-    curvature: Curvature
-    loss_terms: Tensor
-    n_data: float
-    n_outputs: int
-    coverage: dict[str, str] = field(default_factory=dict)
-    draws: Tensor | None = None
-    is_weighed: bool = False
+    posterior: Posterior
+    fit: Fit
+    engine: CurvatureEngine
+    witness: Witness | None
+    content: Content
 
-    @property
-    def H(self) -> Any:
-        """The unit curvature as users see it, in the dtype of the posterior."""
-        H, dtype = self.curvature.public(), self.loss_terms.dtype
-        if not self.curvature.is_wide:
-            return H
-        return H.to(dtype) if isinstance(H, Tensor) else tuple(block.to(dtype) for block in H)
+    def after(self, fit: Fit, former: Content | None = None) -> Posterior:
+        """The posterior of a fit that holds these data, and `former` ones, around the network's present weights."""
+        content = self.content if former is None else former + self.content
+        return self.posterior.with_data(fit, self.engine, self.witness, content)
 
-    @property
-    def complete(self) -> Fit:
-        """The fit itself, of which nothing is still to be made."""
-        return self
 
-    def __add__(self, other: Fit) -> Fit:
-        self._check_matches(other)
-        return replace(
-            self,
-            curvature=self.curvature + other.curvature,
-            loss_terms=torch.add(*_alike(self.loss_terms, other.loss_terms)),
-            n_data=as_count(self.n_data + other.n_data),
-            draws=other.draws,
-            is_weighed=self.is_weighed or other.is_weighed,
+def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> NewFit:
+    """Curvature and loss of data at the network's present weights."""
+    posterior = posterior.with_backend_loss()
+    fsdp = posterior.weights.spread_over
+    options, model = options.within(fsdp), posterior.model
+    looks = fsdp is None and options.removed_weight is None  # whether the network answers twice alike
+    first = FirstBatch(model, posterior.weights.forward_fn) if looks else None
+    if options.processes is None:
+        checks.warn_of_shards()
+    with autograd_mode(), torch.no_grad(), same_random_state(model):
+        if posterior.overrides(*FITTING):
+            n_data = options.subset or number_of_data(loader, posterior.choices.dict_key_y)
+            options = replace(options, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
+        begin = partial(_begin, posterior, loader, options, first)
+        begun = (
+            begin()
+            if options.processes is None
+            else agree_on_fit(options.processes, begin, options.settings(posterior))
         )
+        if begun.first is None and options.processes is None:
+            raise InvalidData(checks.NO_DATA)
+        # Lengths could not be checked while the last layer was unknown.
+        posterior = begun.posterior.at(match_lengths(begun.posterior.hypers, begun.posterior.weights))
+        engine, choices = _engine_of(posterior, options), posterior.choices
+        if options.weights is not None:
+            engine.require_weighing(options.weights.name)
+        content, subset, loader = ContentReader(), None, begun.loader
+        if options.subset is not None:
+            subset = Subsample.drawn(loader, engine, choices, options)
+            loader = subset.loader
+        fit = sum_data(loader, engine, choices, options, first, content)
+        fit = fit if subset is None else subset.scale_up(fit)
+        check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
+        fit = fit if options.weights is None else replace(fit, is_weighed=True)
+        return NewFit(posterior, fit, engine, None if first is None else first.witness, content.content)
 
-    def scaled(self, factor: float) -> Fit:
-        """The fit of data with the weight `factor` each.
 
-        Raises:
-            UnsupportedError: The structure is no sum over data.
-        """
-        if factor == 1:
-            return self
-        return replace(
-            self,
-            curvature=self.curvature.scaled(factor),
-            loss_terms=factor * self.loss_terms,
-            n_data=as_count(factor * self.n_data),
+def _engine_of(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
+    """An engine for a fit: one that keeps a term per output under a vector noise.
+
+    Where data are added it is that of the former fit, whose random draws go on.
+    """
+    choices, split, adds = posterior.choices, posterior.hypers.sigma_noise.numel() > 1, not options.override
+    former = posterior.cache.engine if adds else None
+    if former is not None and former.split_outputs != split:
+        former = None
+    engine = former or choices.engine(posterior.weights, posterior.problem, split_outputs=split)
+    draws = posterior.data.source.draws if adds and posterior.data is not None else None
+    source = None if "generator" in choices.backend_kwargs else engine.generator
+    if source is not None:
+        if draws is not None and source.get_state().shape == draws.shape:
+            source.set_state(draws)  # of a copied or loaded posterior, too, whose engine has drawn nothing
+        if former is None and options.processes is not None and options.processes.rank:
+            source.manual_seed(drawn_seed(source) + options.processes.rank)  # other draws in every process
+    return engine
+
+
+# The first batch: what is refused before it is read, and what it tells.
+
+
+def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, first: FirstBatch | None) -> Begun:
+    """A reading of the data that has begun; `first` looks at the first batch."""
+    _refuse_unsupported(posterior, options)
+    key, given = posterior.choices.dict_key_y, loader
+    batches.require_loader(loader, "train_loader")
+    if options.processes is not None:
+        loader = processes.without_padding(loader, key)
+    _require_rereadable(loader, posterior.choices.structure, options)
+    if options.weights is not None:
+        loader = options.weights.loader(loader, key)
+    if options.resumable is not None:
+        options.resumable.begin(given, posterior.hypers.device)
+    begun = _begin_reading(loader, key, posterior.hypers.device)
+    if begun is not None:
+        x, y, loader = begun
+        with named("batch 0"), noticing_swap(posterior.model, posterior.call, y):
+            posterior = infer_from_first_batch(posterior, x, y, first)
+    if options.resumable is not None:
+        options.resumable.go_on_as(FitDescription.of(posterior, options.settings(posterior)).with_sizes(given))
+    return Begun(posterior, loader, begun and begun[:2], options.resumable.reading if options.resumable else 1)
+
+
+def _refuse_unsupported(posterior: Posterior, options: FitOptions) -> None:
+    """Refuses, before data are read, what cannot be fitted; all processes learn of it."""
+    choices, hypers, structure = posterior.choices, posterior.hypers, posterior.choices.structure
+    hooked = posterior.overrides(*FITTING)
+    loop = "the loop of a user's _curv_closure" if options.subset is None else f"subset={options.subset}"
+    if posterior.weights.spread_over is None:
+        require_whole(posterior.model)  # that were spread only after the object was made
+    if options.processes is not None:
+        posterior.require_stored_curvature("group=, of which each process has a shard,")
+        if hooked or options.subset is not None:
+            raise UnsupportedError(
+                f"group= with {loop}, which uses the data of one process only; leave group at None in a process that "
+                "has all the data, or fit without it."
+            )
+    if options.removed_weight is None:
+        processes.check_sharded(posterior, override=options.override, sharded=options.sharded)
+    else:
+        posterior.check_unchanged()
+    weights = "class_weight=" if posterior.likelihood.weighs_targets else None
+    weights = weights if options.weights is None else options.weights.name
+    if weights is not None and not structure.weighs_data:
+        raise UnsupportedError(
+            f"{weights} with hessian_structure={structure.name!r}, which chooses among data of equal weight; use "
+            "'full', 'kron', 'diag' or another structure that sums over all of them."
         )
-
-    def minus(self, removed: Fit, *, signed: bool = False) -> Fit:
-        """The fit of the data without some of them.
-
-        Args:
-            removed: What these say.
-            signed: Whether the curvature may be indefinite.
-
-        Raises:
-            InvalidData: More data than were seen, or of other outputs.
-            CurvatureError: The curvature would be indefinite.
-            UnsupportedError: The structure is no sum over data.
-        """
-        self._check_matches(removed)
-        left = self.n_data - removed.n_data
-        if left < -_NOTHING * self.n_data:
-            raise InvalidData(
-                f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
-                "that were fitted, once, and with their present weight."
-            )
-        dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
-        curvature = narrowed(self.curvature, dtype).minus(narrowed(removed.curvature, dtype), signed=signed)
-        if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
-            return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
-        loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
-        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=as_count(left))
-
-    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
-        """The same elsewhere."""
-        curvature, losses = self.curvature.moved(device, dtype), self.loss_terms.to(device=device, dtype=dtype)
-        return replace(self, curvature=curvature, loss_terms=losses)
-
-    def _check_matches(self, other: Fit) -> None:
-        if self.n_outputs != other.n_outputs:
-            raise InvalidData(f"the data have {other.n_outputs} outputs, those of the former fit {self.n_outputs}.")
-        if self.curvature.n_terms != other.curvature.n_terms:
-            raise InvalidArgument(
-                f"the former fit kept {self.curvature.n_terms} curvature terms, the new one {other.curvature.n_terms}: "
-                "sigma_noise changed between one noise and one per output. Set it back to what it was, or fit all data "
-                "with override=True."
-            )
+    if options.weights is not None and (hooked or options.subset is not None):
+        loop = "a user's _curv_closure or curvature_of" if options.subset is None else loop
+        raise UnsupportedError(f"{weights} with {loop}, which takes data of equal weight; give one of them.")
+    # A noise that this kind of curvature cannot take is refused before the data are read, not after.
+    posterior.likelihood.curvature_scale(choices.backend_cls.kind, hypers.sigma_noise, hypers.temperature)
+    if posterior.weights.problem is not None:
+        structure.check(posterior.problem.layout, choices.structure_options)
 
 
-def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss terms of two fits, summed over the outputs where one of them, an assigned one, is for all of them."""
-    if first.shape == second.shape:
-        return first, second
-    return first.sum().reshape(1), second.sum().reshape(1)
+def _require_rereadable(loader: Iterable[Any], structure: type[Curvature], options: FitOptions) -> None:
+    """Refuses an iterator where the data are read several times; before a first batch is taken from it."""
+    if structure.n_passes > 1:
+        reader = f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more"
+        batches.require_rereadable(loader, reader)
+    if options.subset is not None:
+        batches.require_rereadable(loader, f"subset={options.subset} reads the data twice")
 
 
-def accumulate(
+def _begin_reading(
+    loader: Iterable[Any], dict_key_y: str, device: torch.device
+) -> tuple[Inputs, Tensor, Iterable[Any]] | None:
+    """Inputs and targets of the first batch, if there is one, and an iterable that still gives every batch."""
+    iterator = iter(loader)
+    try:
+        head = next(iterator)
+    except StopIteration:
+        return None
+    with named("batch 0"):
+        x, y = batches.split(head, dict_key_y)
+        return batches.to_device(x, device), y.to(device), _WithFirstBatch(loader, head, iterator)
+
+
+class _WithFirstBatch:
+    """A loader of which one batch has been read: the first reading goes on, later ones start anew.
+
+    The first one must not start anew, for a stream behind a fresh iterator would begin at the second batch, and a
+    loader that shuffles would draw another order.
+    """
+
+    def __init__(self, loader: Iterable[Any], head: Any, rest: Iterator[Any]) -> None:
+        self.loader = loader
+        self.head = head
+        self.rest: Iterator[Any] | None = rest
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that an iterator of which no more than one batch is read takes nothing away.
+        if self.rest is not None:
+            yield self.head
+        rest, self.rest = self.rest, None
+        yield from self.loader if rest is None else rest
+
+
+def infer_from_first_batch(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | None = None) -> Posterior:
+    """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
+
+    Raises:
+        InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
+            likelihood that takes one of the outputs.
+        UnsupportedError: Random weights of several dtypes: a curvature has one, as its prior has.
+    """
+    posterior = infer_channels(posterior, x, y)
+    problem = posterior.weights.discover(x, first)
+    random = ((slot.name, problem.tensor(slot.name)) for slot in problem.slots)
+    dtypes: dict[torch.dtype, str] = {}
+    for name, tensor in (next(posterior.model.named_parameters()), *random):
+        dtypes.setdefault(torch.promote_types(tensor.dtype, torch.float32), f"{name!r} of {tensor.dtype}")
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"the network has weights of several dtypes: {' and '.join(dtypes.values())}; a posterior has one. Cast "
+            "the network, by model.double() or model.float(), and the inputs that it does not cast itself."
+        )
+    if posterior.likelihood.activation == "sigmoid" and problem.processes is None:
+        require_logits(posterior.likelihood, _with_graph(problem, x), problem.dtype)
+    return posterior.with_problem(problem)
+
+
+def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it.
+
+    Raises:
+        InvalidData: Labels that fit two readings of the outputs.
+    """
+    if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
+        return posterior
+    require_whole(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
+    with preserve_model(posterior.model), torch.no_grad():
+        f = _of_one(lambda some: batches.latent(called(posterior.model, posterior.call, some)), detached(x))
+    channel_dim = channel_of(f, y[: len(f)])
+    return posterior if channel_dim is None else posterior.with_channels(channel_dim)
+
+
+def _look_for_sigmoid(posterior: Posterior, witness: Witness | None) -> None:
+    """Warns of a softmax of a sigmoid's outputs; only where those of the first data lie in (0, 1) is there a pass."""
+    if witness is None or posterior.likelihood.activation != "softmax":
+        return
+    if bool((witness.outputs >= 0).all() & (witness.outputs <= 1).all()):
+        with autograd_mode(), same_random_state(posterior.model):
+            f = _with_graph(posterior.problem, witness.x)
+        warn_of_sigmoid(posterior.likelihood, f)
+
+
+def _with_graph(problem: Problem, x: Inputs) -> Tensor:
+    """Outputs of the first datum, with the graph that leads to the random weights."""
+    with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
+        return _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
+
+
+def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+    """Outputs of the first datum, or of all data of a batch for a network that takes no single one."""
+    rows = batches.tensors(x)
+    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+    try:
+        return outputs(batches.select(x, slice(0, 1), n_data))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if ran_out(error):
+            raise
+        return outputs(x)
+
+
+# Readings of the data.
+
+
+def sum_data(
     loader: Iterable[Any],
     engine: CurvatureEngine,
-    structure: type[Curvature],
-    options: Any,
-    reading: ReadOptions,
+    choices: Choices,
+    options: FitOptions,
+    first: FirstBatch | None = None,
+    content: ContentReader | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
     Args:
         loader: Batches.
         engine: Computes the numbers of a batch.
-        structure: The shape of the curvature.
-        options: Its options.
-        reading: How they are read.
+        choices: The structure of the curvature, with its options, and the key of the targets.
+        options: How the data are read.
+        first: Looks at the first batch that counts.
+        content: Notes the content of the data in their first reading.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
-        InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
-            changed then.
+        InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading.
         ProcessError: Another process failed, or its data do not fit to this one's.
     """
-    structure.check(engine.problem.layout, options)
-    own_loss = OwnLoss.of(engine)
-    engine.judge = None if own_loss is None else own_loss.see
+    structure = choices.structure
+    structure.check(engine.problem.layout, choices.structure_options)
+    loss = checks.LossCheck.of(engine)
+    engine.judge = None if loss is None else loss.see
     try:
         check = None
-        if reading.check_memory:
-            check = MemoryCheck(engine.problem, structure, options, known_length(loader))
+        if options.check_memory:
+            check = MemoryCheck(engine.problem, structure, choices.structure_options, known_length(loader))
             engine.on_profile = check
-        first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
-        if reading.processes is not None:
-            _require_sums(first)
-        fit = _fitted(loader, engine, structure, first, reading, check)
+        make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
+        fit = _Readings(loader, engine, make_pass(engine), choices, options, first, content, check).fit()
     finally:
         engine.on_profile = engine.on_outputs = engine.judge = None
-    if own_loss is not None:
-        own_loss.require_curved()
+    if loss is not None:
+        loss.require_curved()
     return fit
 
 
-def _require_sums(data_pass: DataPass) -> None:
-    """Refuses a pass that does not add up over shards, before they are read.
+@dataclass(eq=False)
+class _Readings:
+    """As many readings of the data as the structure needs, of which `data_pass` is the present one."""
 
-    Raises:
-        UnsupportedError: It does not.
-    """
-    with suppress(InvalidData):  # there are no sums yet
-        data_pass.form()
+    loader: Iterable[Any]
+    engine: CurvatureEngine
+    data_pass: DataPass
+    choices: Choices
+    options: FitOptions
+    first_batch: FirstBatch | None
+    content: ContentReader | None
+    memory: MemoryCheck | None
 
-
-def _fitted(
-    loader: Iterable[Any],
-    engine: CurvatureEngine,
-    structure: type[Curvature],
-    data_pass: DataPass,
-    options: ReadOptions,
-    check: MemoryCheck | None,
-) -> Fit:
-    """The fit after as many passes over the data as the structure needs, of which `data_pass` is the first."""
-    first, number, resume = None, 1, options.resume
-    draws = None if engine.generator is None else engine.generator.get_state()
-    if resume is not None:
-        data_pass, first, number, draws = _gone_on(resume, data_pass, draws)
-    while True:
-        if engine.generator is not None and draws is not None:
-            engine.generator.set_state(draws)  # every reading is of the same sampled curvature
-        label = "fit" if structure.n_passes == 1 else f"fit, reading {number}"
-        reading = Reading(loader, engine, data_pass, options, label, number, first, draws)
-        read = reading.run
-        if first is None and check is not None:
-            read = partial(_checked, check, engine, loader, options.dict_key_y, read)
-        if options.processes is None:
-            totals, coverage = read(), None
-        else:
-            totals, coverage = shards.sum_over(options.processes, read, data_pass, engine, reading.coverage)
-        if totals is None:
-            raise InvalidData(NO_DATA if first is None else _read_up(structure, number))
-        if first is not None and not same_count(totals.count, first.count):
-            raise InvalidData(
-                f"reading {number} of the loader gave {totals.n_data} data, the first one {first.n_data}; "
-                f"hessian_structure={structure.name!r} needs the same data every time."
-            )
-        first, number = first or totals, number + 1
-        result = data_pass.finish()
-        if isinstance(result, Curvature):
-            summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
-            coverage = coverage or reading.coverage()  # of which some is known only now, where data were chosen
-            report = _report(coverage, engine.problem.layout.names, result)
-            return Fit(result, summary.loss_terms, summary.count, summary.n_outputs, report, used)
-        data_pass, options = result, replace(options, first_batch=None)
+    def fit(self) -> Fit:
+        engine, resume = self.engine, self.options.resumable
+        self.number, self.first_sums = 1, None  # the reading, and the sums of the first one
+        self.draws = None if engine.generator is None else engine.generator.get_state()
+        if self.options.processes is not None:
+            with suppress(InvalidData):  # there are no sums yet: this refuses a pass that does not add up over shards
+                self.data_pass.form()
         if resume is not None:
-            resume.next_reading()
+            self._go_on(resume)
+        while True:
+            if engine.generator is not None and self.draws is not None:
+                engine.generator.set_state(self.draws)  # every reading is of the same sampled curvature
+            if self.options.processes is None:
+                totals, coverage = self._read(), None
+            else:
+                totals, coverage = processes.sum_over(
+                    self.options.processes, self._read, self.data_pass, engine, self._coverage
+                )
+            totals = self._counted_alike(totals)
+            self.first_sums = self.first_sums or totals
+            result = self.data_pass.finish()
+            if isinstance(result, Curvature):
+                coverage = coverage or self._coverage()  # of which some is known only now, where data were chosen
+                if forms := result.forms():
+                    names = engine.problem.layout.names
+                    coverage = {n: f"{coverage.get(n, '?')} → {form}" for n, form in zip(names, forms, strict=True)}
+                counted, used = (
+                    self.data_pass.counted(self.first_sums),
+                    engine.generator and engine.generator.get_state(),
+                )
+                return Fit(result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used)
+            self.data_pass, self.first_batch, self.number = result, None, self.number + 1
+            if resume is not None:
+                resume.next_reading()
+
+    def _counted_alike(self, totals: BatchSummary | None) -> BatchSummary:
+        """The sums of a reading, if it was of as many data as the first one."""
+        name = self.choices.structure.name
+        if totals is None and self.first_sums is None:
+            raise InvalidData(checks.NO_DATA)
+        if totals is None:
+            raise InvalidData(
+                f"reading {self.number} of the loader gave no data: behind it there is a stream, which can be read "
+                f"only once, but hessian_structure={name!r} reads the data {self.choices.structure.n_passes} times or "
+                "more; give a DataLoader of a data set that can be read again, or a list of batches."
+            )
+        if self.first_sums is not None and not same_count(totals.count, self.first_sums.count):
+            raise InvalidData(
+                f"reading {self.number} of the loader gave {totals.n_data} data, the first one "
+                f"{self.first_sums.n_data}; hessian_structure={name!r} needs the same data every time."
+            )
+        return totals
+
+    def _read(self) -> BatchSummary | None:
+        """Feeds every batch to the pass; returns sums of what they contribute besides curvature, or None."""
+        first, resume, engine = self.first_batch, self.options.resumable, self.engine
+        if self.first_sums is None and self.memory is not None:
+            self._ask_memory(self.memory)
+        total = None if resume is None else self._sums_so_far(resume)
+        label = "fit" if self.choices.structure.n_passes == 1 else f"fit, reading {self.number}"
+        bar = DataBar(label, self.loader, shown=self.options.progress_bar)
+        conditions = Conditions()  # read once a batch: some are those of the batch before
+        engine.on_outputs, engine.keeps = None if first is None else first.see, first is not None
+        for number, batch in enumerate(self.loader):
+            with _within_memory(number), conditions.collected(), named(f"batch {number}"):
+                data = self._counted(batch)
+                is_summed = resume is not None and resume.passes_over(data)
+                if data is None:
+                    continue
+                if self.content is not None and self.number == 1:
+                    self.content.see(*data[:2])
+                if not is_summed:
+                    total = self._extended(total, *data)
+                if first is not None:
+                    conditions.read()
+                    first.look(*data[:2])
+                    first = None
+            bar.add(len(data[1]), done=is_summed)
+            if resume is not None and not is_summed and resume.is_due():
+                conditions.read()
+                self._save(resume, total)
+        conditions.read()
+        bar.close()
+        engine.keeps = False
+        if resume is not None:
+            resume.require_passed()
+        return None if total is None else BatchSummary(total.loss_terms, total.count, total.n_outputs)
+
+    def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
+        """Inputs and targets that are not ignored, with their weights, or None."""
+        problem, rules = self.engine.problem, self.engine.target_rules
+        return next_token.weighed(batch, self.choices.dict_key_y, problem.device, rules, problem.module)
+
+    def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
+        """The sums with those of one more batch, whose curvature the pass takes in."""
+        problem = self.engine.problem
+        with self.engine.weighing(weights), noticing_swap(problem.module, problem.forward_fn, y):
+            new = self.data_pass.add(x, y)
+        require_finite(new.loss_terms.isfinite())
+        losses = new.loss_terms.detach()
+        if total is None:
+            return BatchSummary(losses, new.n_data, new.n_outputs)
+        if total.n_outputs != new.n_outputs:
+            raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
+        return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
+
+    def _coverage(self) -> dict[str, str]:
+        """Rule that explained every tensor, also before the fit was interrupted."""
+        former = {} if self.options.resumable is None else self.options.resumable.coverage
+        return {**former, **{n: rule for n, rule in self.engine.coverage().items() if former.get(n, UNUSED) == UNUSED}}
+
+    def _ask_memory(self, check: MemoryCheck) -> None:
+        """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
+        least = self.engine.profile_by_shapes()
+        lacking = None if least is None else check.lacking(least)
+        if lacking is None:
+            return
+        problem, likelihood = self.engine.problem, self.engine.likelihood
+        x, _ = planning.first_counted(self.loader, self.choices.dict_key_y, problem.device, likelihood, problem.module)
+        profile = self.engine.profile_by_shapes(x)
+        if profile is not None:
+            raise check.refusal(profile, lacking)
+
+    # A fit that goes on where another process was interrupted.
+
+    def _go_on(self, resume: Resumable) -> None:
+        """Takes over the pass of the file, with its number and its draws."""
+        self.data_pass.state()  # refuses a pass that cannot be saved, before data are read
+        at = resume.at
+        if at is None:
+            return
+        self.data_pass, self.first_sums, self.number = self.data_pass.resumed(resume.taken()), at.first, at.reading
+        self.draws = self.draws if at.draws is None else at.draws[0].cpu()
+
+    def _sums_so_far(self, resume: Resumable) -> BatchSummary | None:
+        """Sums of the batches that were read before the fit was interrupted, of which the random numbers go on."""
+        if resume.at is None:
+            if self.number > 1:
+                self._save(resume, None)  # what the readings before have found
+            return None
+        if self.engine.generator is not None and resume.at.draws is not None:
+            self.engine.generator.set_state(resume.at.draws[1].cpu())
+        return resume.at.total
+
+    def _save(self, resume: Resumable, total: BatchSummary | None) -> None:
+        source = self.engine.generator
+        draws = None if source is None or self.draws is None else (self.draws, source.get_state())
+        resume.save(
+            reading=self.number, data_pass=self.data_pass.state(), total=total, first=self.first_sums,
+            coverage=self._coverage(), draws=draws,
+        )  # fmt: skip
 
 
-def _gone_on(
-    resume: Resumable, data_pass: DataPass, draws: Tensor | None
-) -> tuple[DataPass, BatchSummary | None, int, Tensor | None]:
-    """The pass that a fit goes on with, the sums of its first reading, the number of its reading, and its draws.
-
-    Raises:
-        UnsupportedError: The pass cannot be saved.
-    """
-    data_pass.state()  # refuses before data are read
-    at = resume.at
-    if at is None:
-        return data_pass, None, 1, draws
-    return data_pass.resumed(resume.taken()), at.first, at.reading, draws if at.draws is None else at.draws[0].cpu()
-
-
-def _checked(
-    check: MemoryCheck,
-    engine: CurvatureEngine,
-    loader: Iterable[Any],
-    dict_key_y: str,
-    read: Callable[[], BatchSummary | None],
-) -> BatchSummary | None:
-    """A reading before which memory is asked."""
-    _check_before(check, engine, loader, dict_key_y)
-    return read()
-
-
-def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
-    """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
-    least = engine.profile_by_shapes()
-    lacking = None if least is None else check.lacking(least)
-    if lacking is None:
-        return
-    x, _ = planning.first_counted(loader, dict_key_y, engine.problem.device, engine.likelihood, engine.problem.module)
-    profile = engine.profile_by_shapes(x)
-    if profile is not None:
-        raise check.refusal(profile, lacking)
-
-
-def _read_up(structure: type[Curvature], number: int) -> str:
-    """Message for a loader that is no iterator, and yet can be read only once."""
-    return (
-        f"reading {number} of the loader gave no data: behind it there is a stream, which can be read only once, but "
-        f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more; give a DataLoader "
-        "of a data set that can be read again, or a list of batches."
-    )
-
-
-def _report(rules: dict[str, str], names: Sequence[str], curvature: Curvature) -> dict[str, str]:
-    """Rule that explains every tensor, and the form of its curvature."""
-    forms = curvature.forms()
-    if not forms:
-        return rules
-    return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
+@contextmanager
+def _within_memory(number: int) -> Iterator[None]:
+    """Names the batch at which memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        said = str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.remedy} {error}"
+        raise OutOfMemory(f"batch {number}: {said}") from error

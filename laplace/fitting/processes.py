@@ -1,23 +1,218 @@
-"""Fits by several processes: data that a sampler repeats count once, and sums are exchanged at the end."""
+"""Fits by several processes, each of a shard of the data.
+
+All processes describe what they are about to fit, and begin the same fit or raise; data that a sampler repeats count
+once; sums are exchanged at the end; and a curvature may stay spread over the processes (`sharded=True`).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.files import digest
+from laplace.core.layout import Layout
+from laplace.core.overrides import EVIDENCE, POSTERIOR
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
+from laplace.core.progress import known_length
 from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count
 from laplace.engines.kron_parts import UNUSED
-from laplace.errors import InvalidData, ProcessError
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, ProcessError, UnsupportedError, warn
+from laplace.fitting.checks import NO_DATA
+from laplace.network.watch import checksums, same_sums
+from laplace.posterior.posterior import Posterior
 from laplace.structures.base import DataPass
 from laplace.structures.fields import has_room
+from laplace.structures.fit import Fit
+from laplace.structures.sharded import ShardedCurvature
+
+
+@dataclass(frozen=True, eq=False)
+class FitDescription:
+    """A fit that is about to be made, without its data, in values that other processes, and later ones, can compare.
+
+    Attributes:
+        settings: Settings by name, as words.
+        names: Names of the network's parameters and buffers.
+        kinds: Their shapes and dtypes.
+        sums: Checksums of them, `[n, 3]`.
+        random: Name, shape and a digest of the random entries of every random tensor; none where they are unknown.
+        layer: Name of the last layer, where one is random.
+        channel_dim: Dimension of the channels, if it is known.
+    """
+
+    settings: Mapping[str, str]
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    sums: Tensor
+    random: tuple[str, ...]
+    layer: str | None
+    channel_dim: int | None
+
+    @classmethod
+    def of(cls, posterior: Posterior, settings: Mapping[str, Any]) -> FitDescription:
+        """That of a fit, with what the first batch tells; `settings` are what else is compared."""
+        choices, hypers = posterior.choices, posterior.hypers
+        problem, model = posterior.weights.problem, posterior.weights.model
+        said = {
+            "likelihood": choices.likelihood_object.name,
+            "attributes of the likelihood": _plain(vars(choices.likelihood_object)),
+            "hessian_structure": choices.structure.name,
+            "structure_kwargs": choices.structure_options,
+            "backend": choices.backend_cls.__name__,
+            "backend_kwargs": _plain(choices.backend_kwargs),
+            "lengths of prior_precision and sigma_noise": (hypers.prior_precision.numel(), hypers.sigma_noise.numel()),
+            **settings,
+        }
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        slots = () if problem is None else problem.slots
+        entries = [None if slot.entries is None else digest([slot.entries]) for slot in slots]
+        return cls(
+            settings={name: repr(value) for name, value in said.items()},
+            names=tuple(name for name, _ in tensors),
+            kinds=tuple(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors),
+            sums=checksums(model, together=False),
+            random=tuple(f"{s.name} {tuple(s.shape)} {own}" for s, own in zip(slots, entries, strict=True)),
+            layer=None if problem is None else problem.head,
+            channel_dim=choices.channel_dim,
+        )
+
+    def with_sizes(self, loader: Iterable[Any]) -> FitDescription:
+        """The same with the numbers of batches and data, where they are known."""
+        data = getattr(loader, "dataset", None)
+        sizes = {"number of batches": known_length(loader)}
+        sizes["size of the data set"] = len(data) if isinstance(data, Sized) else None
+        return replace(self, settings={**self.settings, **{name: repr(value) for name, value in sizes.items()}})
+
+    def difference(self, other: FitDescription, whose: str) -> tuple[str, str | None]:
+        """Words for the first difference from another one, and the tensor that has other numbers; empty if equal.
+
+        What only data tell is left out.
+        """
+        for name, value in self.settings.items():
+            if value != other.settings.get(name):
+                return f"has {name} = {value}, {whose} {other.settings.get(name)}", None
+        if (self.names, self.kinds) != (other.names, other.kinds):
+            return f"has a network of other tensors than {whose} (names, shapes or dtypes)", None
+        for i, name in enumerate(self.names):
+            if not same_sums(self.sums[i : i + 1], other.sums[i : i + 1]):
+                return f"has other numbers in {name!r} than {whose}", name
+        return "", None
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and words by name, and digests of tensors; what cannot be compared is left out."""
+    told = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
+    plain = (str, int, float, tuple, type(None))
+    return {name: value for name, value in told.items() if isinstance(value, plain)}
+
+
+# The start of a fit: all processes describe it, and compare what they say.
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A reading of data that has begun.
+
+    Attributes:
+        posterior: The former posterior, with what the first batch tells.
+        loader: Gives every batch, also the one that was read.
+        first: Inputs and targets of the first batch; None if there is none.
+        reading: Number of the reading; more than 1 in a fit that goes on where it was interrupted.
+    """
+
+    posterior: Posterior
+    loader: Iterable[Any]
+    first: tuple[Inputs, Tensor] | None
+    reading: int = 1
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a process is about to fit, from which reading on, and a digest of its first batch; None without data."""
+
+    description: FitDescription
+    reading: int
+    batch: str | None
+
+
+def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
+    """Begins the reading of this process's shard, once all processes are about to fit the same network alike.
+
+    One collective call. A process without data learns from the others what their first batches tell.
+    """
+    begun: list[Begun] = []
+
+    def attempt() -> _Message:
+        begun.append(here := begin())
+        batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
+        return _Message(FitDescription.of(here.posterior, settings), here.reading, batch)
+
+    messages = processes.agreed(attempt)
+    _compare(messages)
+    known = [message for message in messages if message.batch is not None]
+    if not known:
+        raise InvalidData(NO_DATA)
+    if len(known) > 1 and len({message.batch for message in known}) == 1:
+        warn(
+            f"all of the {len(known)} processes with data read the same first batch; with all data in every process "
+            f"they are counted {len(known)} times. Give every process a shard: DataLoader(data, sampler="
+            "DistributedSampler(data)).",
+            ApproximationWarning,
+        )
+    (here,) = begun
+    if here.first is not None:
+        return here
+    told = known[0].description
+    return replace(here, posterior=here.posterior.apply_inferred(told.channel_dim, told.layer))
+
+
+def _compare(messages: Sequence[_Message]) -> None:
+    """Requires that all processes say the same as the first; every process finds the same difference."""
+    for rank, message in enumerate(messages[1:], 1):
+        difference, tensor = message.description.difference(messages[0].description, "rank 0")
+        if difference:
+            raise _differing(rank, f"{difference}{'' if tensor is None else _BROADCAST}")
+        if message.reading != messages[0].reading:
+            raise _differing(
+                rank,
+                f"goes on from reading {message.reading} of its file, rank 0 from {messages[0].reading}: remove all "
+                "files of resume=",
+            )
+    told = {rank: message.description for rank, message in enumerate(messages)}
+    _compare_known({rank: (fit.random, fit.layer) for rank, fit in told.items() if fit.random},
+                   "makes other parameters random than rank {}")  # fmt: skip
+    _compare_known({rank: fit.channel_dim for rank, fit in told.items() if messages[rank].batch is not None},
+                   "reads the outputs' channels in another dimension than rank {}")  # fmt: skip
+
+
+_BROADCAST = (
+    "; put the same in all processes, by torch.distributed.broadcast(tensor, 0) (the running statistics of BatchNorm "
+    "differ after training with DistributedDataParallel)"
+)
+
+
+def _compare_known(said: Mapping[int, Any], difference: str) -> None:
+    """The same of what some processes do not know, having no data."""
+    for rank, value in said.items():
+        other = min(said)
+        if value != said[other]:
+            raise _differing(rank, difference.format(other))
+
+
+def _differing(rank: int, what: str) -> ProcessError:
+    return ProcessError(f"rank {rank} of the group {what}. Nothing was fitted.")
+
+
+# Data that a sampler repeats, so that every process has equally many: they count once.
 
 _REMEDY = (
     "Give the sampler drop_last=True, or data whose number the number of processes divides; to accelerate, "
@@ -27,13 +222,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Counted:
-    """Batches of one process that count: some whole, a part of the next one, and none after it.
-
-    Attributes:
-        whole: Number of batches that are as they are.
-        rest: Number of indices that count of the batch after them, the first ones.
-        given: Number of indices of that batch.
-    """
+    """The batches of one process that count: `whole` ones, and the first `rest` of the `given` data of the next one."""
 
     whole: int
     rest: int
@@ -43,14 +232,8 @@ class _Counted:
 def without_padding(loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
     """A loader's batches without the data that its sampler repeats; the loader itself where there are none.
 
-    Repeated are data by a `DistributedSampler`, and by the loaders that accelerate prepares.
-
-    Args:
-        loader: Batches.
-        dict_key_y: Key of the targets, for mappings.
-
-    Raises:
-        InvalidData: Data are repeated, and may be anywhere: by a user's own batch sampler, or in a stream.
+    Repeated are data by a `DistributedSampler`, and by the loaders that accelerate prepares. `InvalidData` where they
+    may be anywhere: by a user's own batch sampler, or in a stream.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -101,11 +284,7 @@ def _of_accelerate(loader: DataLoader[Any]) -> _Counted | None:
 
 
 def _batch_size(groups: Any, loader: DataLoader[Any], repeated: str) -> int:
-    """Number of indices of a batch, where batches come in the order of indices whose number is known.
-
-    Raises:
-        InvalidData: They may not.
-    """
+    """Number of indices of a batch, where batches come in the order of indices whose number is known."""
     if type(groups) is BatchSampler and isinstance(groups.sampler, Sized) and getattr(loader, "in_order", True):
         return groups.batch_size
     raise InvalidData(f"{repeated}, and the loader may give it in any batch. {_REMEDY}")
@@ -113,13 +292,7 @@ def _batch_size(groups: Any, loader: DataLoader[Any], repeated: str) -> int:
 
 @dataclass(frozen=True)
 class _Shortened:
-    """The batches of a loader without repeated data.
-
-    Attributes:
-        loader: Batches.
-        counted: Which of them.
-        dict_key_y: Key of the targets, for mappings.
-    """
+    """The batches of a loader without repeated data."""
 
     loader: DataLoader[Any]
     counted: _Counted
@@ -136,11 +309,6 @@ class _Shortened:
                 yield self._shortened(batch)
 
     def _shortened(self, batch: Any) -> Any:
-        """A batch without its last data.
-
-        Raises:
-            InvalidData: Its rows are not the data of the sampler one by one.
-        """
         _, y = batches.split(batch, self.dict_key_y)
         if len(y) != self.counted.given:
             raise InvalidData(
@@ -155,15 +323,7 @@ class _Shortened:
 
 @dataclass(frozen=True)
 class _Share:
-    """A process's part of the sums over all data, without the sums themselves.
-
-    Attributes:
-        form: Form of the sums, see `DataPass.form`.
-        loss_terms: Summed unit negative log likelihood of its data.
-        n_data: Number of them that count.
-        n_outputs: C.
-        coverage: Which rule explained every tensor.
-    """
+    """A process's part of the sums over all data, of which the curvature is told by its form (`DataPass.form`)."""
 
     form: Any
     loss_terms: list[float]
@@ -177,25 +337,13 @@ def sum_over(
     read: Callable[[], BatchSummary | None],
     data_pass: DataPass,
     engine: CurvatureEngine,
-    coverage_of_own: Callable[[], dict[str, str]],
+    coverage_here: Callable[[], dict[str, str]],
 ) -> tuple[BatchSummary | None, dict[str, str]]:
     """Reads this process's shard, and puts the sums over all shards in the place of its own.
 
-    Two collective calls: one exchange of outcomes and forms, then one bucketed sum.
-
-    Args:
-        processes: All of them.
-        read: Feeds this process's data to the pass; returns None if there are none.
-        data_pass: The pass.
-        engine: Computes the numbers of a batch.
-        coverage_of_own: Rules that explained the tensors in this process, once its data were read.
-
-    Returns:
-        Sums of what the data of all processes contribute besides curvature, None if there are none; and the rule that
-        explained every tensor.
-
-    Raises:
-        ProcessError: Another process failed, or its data have other outputs or are explained by another rule.
+    Two collective calls: one exchange of outcomes and forms, then one bucketed sum. `read` feeds this process's data to
+    the pass. Returned are sums of what the data of all processes contribute besides curvature, None if there are none,
+    and the rule that explained every tensor.
     """
 
     def attempt() -> _Share | None:
@@ -203,7 +351,7 @@ def sum_over(
         if totals is None:
             return None
         losses = widened(totals.loss_terms).tolist()
-        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_of_own())
+        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_here())
 
     shares = processes.agreed(attempt)
     known = {rank: share for rank, share in enumerate(shares) if share is not None}
@@ -224,11 +372,7 @@ def sum_over(
 
 
 def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:
-    """The rule that explained every tensor in all processes whose data use it.
-
-    Raises:
-        ProcessError: They are not one, or processes have other outputs.
-    """
+    """The rule that explained every tensor in all processes whose data use it."""
     coverage: dict[str, str] = {}
     first, n_outputs = next((rank, share.n_outputs) for rank, share in shares.items())
     for rank, share in shares.items():
@@ -245,3 +389,65 @@ def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:
                 )
             coverage[name] = known if rule == UNUSED else rule
     return coverage
+
+
+# Fits whose curvature stays spread over the processes that made it.
+
+
+def check_sharded(posterior: Posterior, *, override: bool, sharded: bool) -> None:
+    """Refuses a fit whose curvature cannot be spread, or added to one that is."""
+    structure = posterior.choices.structure
+    if sharded and structure.separation is None:
+        raise UnsupportedError(
+            f"sharded=True with hessian_structure={structure.name!r}, whose precision couples all tensors, so that "
+            "processes cannot store them separately; use 'kron', 'ekfac', 'diag', 'block' or 'lowrank_kron', or leave "
+            "it out."
+        )
+    if sharded and posterior.overrides(*POSTERIOR, *EVIDENCE):
+        raise UnsupportedError(
+            "sharded=True with a class that overrides moments of the posterior or terms of the evidence, which no "
+            "process could compute from its own tensors; leave it out."
+        )
+    if not override and not sharded and posterior.shards is not None:
+        raise UnsupportedError(
+            "override=False adds data to a fit that is sharded, but sharded=True was not given; give it, with the same "
+            "group."
+        )
+
+
+def check_group(processes: Processes | None, former: Posterior | None, *, sharded: bool) -> None:
+    """Refuses a sharded fit in one process alone, or of another group than that of the fit that it is added to."""
+    known = None if former is None else former.shards
+    if processes is None and (sharded or known is not None):
+        raise InvalidArgument(
+            "a sharded posterior is one of several processes; give their group, group= "
+            "(torch.distributed.group.WORLD after init_process_group)."
+        )
+    if known is not None and known.processes != processes:
+        raise InvalidArgument("group= is another group than that of the former fit, over which that is sharded.")
+
+
+def shard(fit: Fit, processes: Processes, layout: Layout) -> Fit:
+    """This process's part of a fit that all processes have; or that part, if it is one already."""
+    if isinstance(fit.curvature, ShardedCurvature):
+        return fit
+    return replace(fit, curvature=ShardedCurvature.of(fit.curvature, processes, layout))
+
+
+def add(former: Fit, new: Fit) -> Fit:
+    """The fit of the data of two, of which the former may be a part, and the new one is of all tensors."""
+    if isinstance(former.curvature, ShardedCurvature):
+        new = replace(new, curvature=former.curvature.alike(new.curvature))
+    return former + new
+
+
+def subtract(former: Fit, removed: Fit, *, signed: bool) -> Fit:
+    """A fit without some of its data, see `Fit.minus`; of a sharded one all processes raise where one does."""
+    curvature, dtype = former.curvature, former.loss_terms.dtype
+    if not isinstance(curvature, ShardedCurvature):
+        return former.minus(removed, signed=signed)
+    mine = replace(former, curvature=curvature.narrowed(dtype))
+    part = replace(removed, curvature=curvature.alike(removed.curvature).narrowed(dtype))
+    fits: list[Fit] = []
+    curvature.processes.agreed(lambda: fits.append(mine.minus(part, signed=signed)))
+    return fits[0]

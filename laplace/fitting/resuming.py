@@ -22,6 +22,7 @@ from laplace.core.memory import ran_out
 from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError
+from laplace.fitting.processes import FitDescription
 from laplace.structures import fields
 
 # Checkpoints: a fit between two batches, in a file that is replaced at once or not at all.
@@ -40,7 +41,7 @@ class Checkpoint:
     Attributes:
         reading: Number of the reading, from 1.
         batches: Number of its batches that were read, those of ignored data alone among them.
-        digest: Digest of these batches.
+        digest: Of these batches.
         order: States of the generators of the loader's order at the beginning of the reading.
         data_pass: State of the pass over the data.
         total: Sums of what the batches contribute besides curvature; None where no data counted.
@@ -61,28 +62,14 @@ class Checkpoint:
 
 
 def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint in the place of the former one, which stays whole until the new one is.
-
-    Args:
-        path: The file.
-        account: What is fitted how: tensors, numbers, strings, and lists and dicts of them.
-        checkpoint: What to write.
-    """
+    """Writes a checkpoint in the place of the former one, which stays whole until the new one is."""
     state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
     with files.replaced(path, _new(path)) as new, new.open("wb") as file:
         torch.save(state, file)
 
 
 def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:
-    """The account and the checkpoint of a file; None if there is no file.
-
-    Args:
-        path: The file; no code in it is run.
-        device: Where the sums are to be.
-
-    Raises:
-        StateError: The file is none of this library, or of another version.
-    """
+    """The description of the fit and the checkpoint of a file, whose code is not run; None if there is no file."""
     if not path.exists():
         return None
     try:
@@ -121,16 +108,12 @@ _ORDERED = (SequentialSampler, DistributedSampler)
 
 
 class Resumable:
-    """A fit whose sums are written to a file now and then.
-
-    Args:
-        path: The file.
-        every: Batches, or time, from one checkpoint to the next.
+    """A fit whose sums are written to a file after so many batches, or so much time.
 
     Attributes:
-        former: The account of the fit in the file; None without a file.
+        former: State of the description of the fit in the file; None without a file.
         at: The checkpoint that the fit goes on from, until its reading has ended.
-        account: What is fitted how, in plain values, for the file.
+        account: State of the description of this fit, for the file.
         coverage: Rules that explained tensors before the fit was interrupted.
     """
 
@@ -147,12 +130,7 @@ class Resumable:
 
     @classmethod
     def of(cls, path: Any, every: Any, processes: Processes | None) -> Resumable | None:
-        """A fit as the arguments of `fit` say it; None for one that is not written anywhere.
-
-        Raises:
-            InvalidType: A path that is none, or an interval that is neither batches nor time.
-            InvalidArgument: An interval of nothing, or without a path.
-        """
+        """A fit as the arguments of `la.fit` say it; None for one that is not written anywhere."""
         if path is None:
             if every is not None:
                 raise InvalidArgument(f"save_every={every!r} without resume=; give the path of a file as resume=.")
@@ -170,12 +148,7 @@ class Resumable:
         return 1 if self.at is None else self.at.reading
 
     def begin(self, loader: Iterable[Any], device: torch.device) -> None:
-        """Reads the file, if there is one, and puts the loader's order back to what it was; before a batch is read.
-
-        Raises:
-            InvalidArgument: The order of the loader's data is another one every time, or there can be no such file.
-            StateError: The file is no checkpoint, or of a loader of another kind.
-        """
+        """Reads the file, if there is one, and puts the loader's order back to what it was; before a batch is read."""
         if self.path.is_dir() or not self.path.parent.is_dir():
             path = str(self.path)
             raise InvalidArgument(f"resume={path!r} is a folder, or in none that exists; give the path of a file.")
@@ -197,6 +170,19 @@ class Resumable:
         state, self.at = self.at.data_pass, replace(self.at, data_pass={})
         return state
 
+    def go_on_as(self, description: FitDescription) -> None:
+        """Takes the description of the fit for its file; of a file that is there it must be the same one."""
+        if self.former is not None:
+            former = fields.from_state(FitDescription, self.former)
+            difference, _ = description.difference(former, "the fit in the file")
+            if difference:
+                raise self.refusal(difference)
+            if (description.random, description.layer) != (former.random, former.layer):
+                raise self.refusal("makes other parameters random than the fit in the file")
+            if description.channel_dim != former.channel_dim:
+                raise self.refusal("reads the outputs' channels in another dimension than the fit in the file")
+        self.account = fields.state_of(description)
+
     def refusal(self, difference: str) -> StateError:
         """The error of a fit that is not that of the file."""
         return StateError(
@@ -214,14 +200,7 @@ class Resumable:
         self._batches, self._digest, self._saved = 0, "", (0, time.monotonic())
 
     def passes_over(self, data: tuple[Inputs, Tensor, Tensor | None] | None) -> bool:
-        """True of a batch that the sums hold already.
-
-        Args:
-            data: Inputs and targets that are not ignored, and their weights, if there are any; None where none do.
-
-        Raises:
-            InvalidData: The batches up to this one are not those of the sums.
-        """
+        """True of a batch that the sums hold already: inputs, targets and weights of what is not ignored, or None."""
         self._batches += 1
         tensors = [] if data is None else [*batches.tensors(data[0]), *(part for part in data[1:] if part is not None)]
         self._digest = digest(tensors, before=self._digest, most=_ENTRIES)
@@ -234,11 +213,7 @@ class Resumable:
         return True
 
     def require_passed(self) -> None:
-        """Requires that a loader which ended has given every batch of the sums.
-
-        Raises:
-            InvalidData: It has fewer.
-        """
+        """Requires that a loader which ended has given every batch of the sums."""
         if self.at is not None and self._batches < self.at.batches:
             raise self._other_data(f"{self._batches} batches, fewer")
 
@@ -257,11 +232,7 @@ class Resumable:
         return self._batches - batches_then >= self._every
 
     def save(self, **facts: Any) -> None:
-        """Writes a checkpoint after the batches so far.
-
-        Args:
-            **facts: Fields of `Checkpoint` that are not of the loader.
-        """
+        """Writes a checkpoint after the batches so far; `facts` are the fields of `Checkpoint` besides its place."""
         place = {"batches": self._batches, "digest": self._digest, "order": self._order}
         write(self.path, self.account, Checkpoint(**place, **facts))
         self._saved = (self._batches, time.monotonic())
@@ -285,11 +256,7 @@ def _checked_interval(every: Any) -> int | timedelta:
 
 
 def _sources(loader: Iterable[Any]) -> Iterator[torch.Generator]:
-    """Generators that the order of a loader's data comes from.
-
-    Raises:
-        InvalidArgument: The order comes from elsewhere, and is another one every time.
-    """
+    """Generators that the order of a loader's data comes from; an error where that is another one every time."""
     if not isinstance(loader, DataLoader):
         return
     own = [] if loader.generator is None else [loader.generator]

@@ -9,87 +9,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import target_rows
 from laplace.core.progress import DataBar
-from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import Fit, ReadOptions
+from laplace.fitting.checks import NO_DATA
+from laplace.fitting.options import FitOptions
 from laplace.network import next_token as targets_of
-from laplace.structures.base import Curvature
+from laplace.posterior.posterior import Choices
+from laplace.structures.fit import Fit
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Number of data that the curvature is of, and their choice.
-
-    Attributes:
-        size: M.
-        generator: Source of the choice.
-    """
-
-    size: int
-    generator: torch.Generator
-
-    @classmethod
-    def drawn(cls, size: int, generator: torch.Generator | None) -> Subset:
-        """Without a generator another choice each time, as the global seed leads.
-
-        The seed is drawn here, since a fit puts the global source back where it was.
-
-        Raises:
-            InvalidType: The generator is no `torch.Generator`.
-        """
-        check_generator(generator)
-        return cls(size, torch.Generator().manual_seed(drawn_seed()) if generator is None else generator)
-
-
-def accumulate(
-    loader: Iterable[Any],
-    engine: CurvatureEngine,
-    structure: type[Curvature],
-    options: Any,
-    subset: Subset,
-    reading: ReadOptions,
-) -> Fit:
-    """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
+@dataclass(frozen=True, eq=False)
+class Subsample:
+    """M of N data, drawn without replacement, for N/M times the curvature of the M with loss and number of all N.
 
     The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
     block, diagonal). The loader is read once for the loss, by forward passes alone, and once for the curvature; the M
     data are held where a structure reads them several times.
 
-    Args:
-        loader: Batches; in whatever order, also in another one each time.
-        engine: Computes the numbers of a batch.
-        structure: The shape of the curvature.
-        options: Its options.
-        subset: How many data.
-        reading: How they are read.
-
-    Raises:
-        OutOfMemory: Memory does not hold the fit.
-        InvalidArgument: A subset that is not in 1 … N.
-        InvalidData: A batch that cannot be used.
+    Attributes:
+        loader: The M data.
+        summary: What all N data contribute besides curvature.
+        factor: N/M.
     """
-    bar = DataBar("fit, loss", loader, shown=reading.progress_bar)
-    summary, n_inputs = _losses(_counted(loader, engine, reading.dict_key_y), engine, bar)
-    if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
-        raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
-    source = subset.generator
-    chosen = torch.randperm(n_inputs, generator=source, device=source.device)[: subset.size].sort().values.cpu()
-    part: Iterable[Any] = _Chosen(loader, engine, reading.dict_key_y, chosen)
-    if structure.n_passes > 1:  # a loader that shuffles would give other data in every reading
-        part = list(part)
-    fit = fitting.accumulate(part, engine, structure, options, reading)
-    if subset.size == n_inputs:
-        return fit
-    curvature = fit.curvature.scaled(n_inputs / subset.size)
-    facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
-    return replace(fit, curvature=curvature, **facts)
+
+    loader: Iterable[Any]
+    summary: BatchSummary
+    factor: float
+
+    @classmethod
+    def drawn(cls, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, options: FitOptions) -> Subsample:
+        """Those that `options.generator` draws, whatever the order of the loader's data."""
+        bar = DataBar("fit, loss", loader, shown=options.progress_bar)
+        summary, n_inputs = _losses(_counted(loader, engine, choices.dict_key_y), engine, bar)
+        size, source = options.subset, options.generator
+        if source is None or isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= n_inputs:
+            raise InvalidArgument(f"subset={size}; it must be an integer from 1 to {n_inputs}, the number of data.")
+        chosen = torch.randperm(n_inputs, generator=source, device=source.device)[:size].sort().values.cpu()
+        part: Iterable[Any] = _Chosen(loader, engine, choices.dict_key_y, chosen)
+        if choices.structure.n_passes > 1:  # a loader that shuffles would give other data in every reading
+            part = list(part)
+        return cls(part, summary, n_inputs / size)
+
+    def scale_up(self, fit: Fit) -> Fit:
+        """The fit of all data by that of the M."""
+        if self.factor == 1:
+            return fit
+        curvature, summary = fit.curvature.scaled(self.factor), self.summary
+        facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
+        return replace(fit, curvature=curvature, **facts)
 
 
 def _losses(
@@ -111,9 +83,7 @@ def _losses(
         bar.add(len(y))
     bar.close()
     if total is None:
-        raise InvalidData(
-            "the loader gave no data, or all are ignored; a Laplace approximation needs at least one datum."
-        )
+        raise InvalidData(NO_DATA)
     return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
 
 
@@ -129,14 +99,7 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """The batches of a loader, less what was not chosen.
-
-    Attributes:
-        loader: All data.
-        engine: Knows which data count.
-        dict_key_y: Key of the targets.
-        chosen: Sorted places among the data that are not ignored, `[M]`.
-    """
+    """The batches of a loader, of which data are `chosen`: sorted places among those that are not ignored, `[M]`."""
 
     loader: Iterable[Any]
     engine: CurvatureEngine

@@ -28,11 +28,11 @@ from laplace.enums import (
     TuningMethodName,
 )
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.fitting import check_override
+from laplace.fitting.fit import fit
+from laplace.fitting.options import FitOptions, check_override
 from laplace.function_space.variational import Energy, Inducing, InducingPass, VariationalCurvature
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.network.model_guard import autograd_mode
-from laplace.posterior import learning
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
@@ -249,11 +249,11 @@ class NystromPosterior(BaseFunctionalLaplace):
 
         watch = None if val_loader is None else Watch(record, val_steps)
         chosen = replace(self.structure_options, balanced=balanced)
-        posterior = learning.fitted_to(
-            self.snapshot(), train_loader, override=override, progress_bar=progress_bar,
-            first_pass=lambda engine: DirectionPass(engine, chosen, watch), **options,
+        how = FitOptions(
+            override=override, progress_bar=progress_bar, **options,
+            first_pass=lambda engine: DirectionPass(engine, chosen, watch),
         )  # fmt: skip
-        self.set_posterior(posterior)
+        self.set_posterior(fit(self.snapshot(), train_loader, how))
         self.fit_history_ = history
 
     def optimize_hyperparameters(
@@ -386,11 +386,11 @@ class VariationalPosterior(BaseFunctionalLaplace):
         check_override(override)
         check_call(super().fit, "fit", (train_loader,), options)
         former = self._trained if self.is_fitted and not override else None
-        posterior = learning.fitted_to(
-            self.snapshot(), train_loader, progress_bar=progress_bar,
-            first_pass=lambda engine: InducingPass(engine, self.structure_options, training, former), **options,
+        how = FitOptions(
+            progress_bar=progress_bar, **options,
+            first_pass=lambda engine: InducingPass(engine, self.structure_options, training, former),
         )  # fmt: skip
-        self.set_posterior(posterior.assigned(**training.learnt))
+        self.set_posterior(fit(self.snapshot(), train_loader, how).assigned(**training.learnt))
         self.fit_history_ = history
 
     def _watch(self, val_loader: Iterable[Any] | None, history: dict[str, list[float]]) -> Any:

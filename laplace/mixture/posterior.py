@@ -36,7 +36,6 @@ from laplace.mixture.components import (
     weights_now,
 )
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.posterior_outputs import MixedOutputs, mixed
 from laplace.predictive.predict import Predictor, replayed
@@ -115,7 +114,7 @@ class MixturePredictor(Predictor):
     def check_whole(self, what: str) -> None:
         """Refuses what takes whole posteriors, if every process holds a part of a component."""
         for la in self.components:
-            refuse_sharded(la.snapshot(), what)
+            la.snapshot().refuse_sharded(what)
             la.fitted()
 
     def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:

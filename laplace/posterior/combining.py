@@ -26,13 +26,12 @@ from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
-from laplace.fitting import Fit
 from laplace.likelihoods.weighted_targets import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
-from laplace.posterior.sharding import refuse_sharded
 from laplace.structures.base import Precision
+from laplace.structures.fit import Fit
 from laplace.structures.krylov import solve
 from laplace.weights.problem import Problem
 
@@ -65,7 +64,7 @@ def moved_by_removal(
         weights: How often every input counted; None for once.
         weight: Factor on all of them.
     """
-    refuse_sharded(before, "forget(move_mean=True)")
+    before.refuse_sharded("forget(move_mean=True)")
     with autograd_mode(), torch.no_grad(), same_random_state(before.model):
         centre, delta = before.expansion_point, widened(before.prior.diagonal().detach())
         gradient = weight * _scaled_gradient(before, loader, weights)
@@ -233,7 +232,7 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
         la.check_unchanged()
         posterior, structure = la.snapshot(), la.structure
         posterior.refuse_calibrated(f"merge, of which posterior {number} is calibrated")
-        refuse_sharded(posterior, "merge")
+        posterior.refuse_sharded("merge")
         if structure.asks_network or structure.refined_by_kernels:
             raise UnsupportedError(
                 f"merge with hessian_structure={structure.name!r}, whose curvature is no sum over data that is stored; "
@@ -317,7 +316,7 @@ def kl(one: Posterior, other: Posterior) -> Tensor:
     """
     for posterior in (one, other):
         posterior.require_fitted()
-        refuse_sharded(posterior, "kl")
+        posterior.refuse_sharded("kl")
     difference = _other_weights(one.problem, other.problem)
     if difference:
         raise InvalidArgument(f"kl takes a posterior over the same weights: {difference}.")
@@ -334,7 +333,7 @@ def kl(one: Posterior, other: Posterior) -> Tensor:
 def saliency(posterior: Posterior) -> Tensor:
     """m_p² P_pp, `[P]`: twice what setting a weight to zero takes from the log density (LeCun et al., 1990)."""
     posterior.require_fitted()
-    refuse_sharded(posterior, "saliency")
+    posterior.refuse_sharded("saliency")
     with autograd_mode(), torch.no_grad():
         precision, mean = posterior.precision(), posterior.mean
         diagonal = sum((rows * precision.product(rows)).sum(0) for rows in _probes((posterior,), len(mean)))

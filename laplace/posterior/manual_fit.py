@@ -18,7 +18,7 @@ from laplace.posterior.posterior import Fitted, ManualFit, Posterior, form_of
 
 def without_data(posterior: Posterior) -> Posterior:
     """The posterior of no data, around the network's present weights, to which a user adds data by hand."""
-    posterior = with_backend_loss(posterior)
+    posterior = posterior.with_backend_loss()
     structure, like = posterior.choices.structure, _like(posterior)
     source = ManualFit(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
     return posterior.with_data(source, posterior.cache.engine)
@@ -59,12 +59,6 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
         for name, value in parts.items():
             data = _with_part(data, former, name, value)
     return replace(former, data=data, root=None)
-
-
-def with_backend_loss(posterior: Posterior) -> Posterior:
-    """The posterior whose fits have the loss that a user assigned to its backend."""
-    choices = posterior.choices.with_loss_of(posterior.cache.backend)
-    return posterior if choices is posterior.choices else posterior.with_choices(loss=choices.loss)
 
 
 def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core import batch as batches
 from laplace.core.arguments import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
+from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later
 from laplace.core.overrides import is_ours
+from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import HessianStructure
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
-from laplace.fitting import Fit
-from laplace.fitting.content import Content
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.loss_adapter import Loss
 from laplace.network.model_guard import own_precision
@@ -35,7 +36,9 @@ from laplace.network.watch import Fingerprint, ModelWatch, Witness
 from laplace.posterior.calibration import Calibration
 from laplace.structures.base import Curvature, Precision, SignedOptions, move
 from laplace.structures.by_hand import ByHand
+from laplace.structures.fit import Fit
 from laplace.structures.precision import drawn
+from laplace.structures.sharded import ShardedCurvature
 from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -550,6 +553,25 @@ class Posterior:
         """The posterior with other choices, by name, for which the cache is emptied."""
         return replace(self, choices=replace(self.choices, **choices), root=None, cache=Cache())
 
+    def with_channels(self, channel_dim: int) -> Posterior:
+        """The posterior of a network whose outputs have their channels in this dimension."""
+        call = batches.caller(self.model, self.choices.forward_fn, self.choices.dict_key_y)
+        weights = self.weights.called_by(channels_last(call, channel_dim))
+        return replace(self.with_choices(channel_dim=channel_dim), weights=weights)
+
+    def apply_inferred(self, channel_dim: int | None, layer: str | None) -> Posterior:
+        """The posterior with the dimension of the channels and the last layer that first outputs told elsewhere."""
+        known = self
+        if self.choices.channel_dim is None and channel_dim is not None:
+            known = self.with_channels(channel_dim)
+        problem = known.weights.problem if layer is None else known.weights.named(layer)
+        return known if problem is None else known.with_problem(problem)
+
+    def with_backend_loss(self) -> Posterior:
+        """The posterior whose fits have the loss that a user assigned to its backend."""
+        choices = self.choices.with_loss_of(self.cache.backend)
+        return self if choices is self.choices else self.with_choices(loss=choices.loss)
+
     def with_problem(self, problem: Problem) -> Posterior:
         """The posterior with the last layer that is known now."""
         if problem is self.weights.problem:
@@ -603,6 +625,20 @@ class Posterior:
     def channel_dim(self) -> int:
         """Dimension of the network's outputs that holds the channels."""
         return -1 if self.choices.channel_dim is None else self.choices.channel_dim
+
+    @property
+    def call(self) -> ForwardFn:
+        """The call of the network on inputs; its outputs are as it returns them."""
+        return batches.caller(self.model, self.choices.forward_fn, self.choices.dict_key_y) or batches.call
+
+    def require_stored_curvature(self, what: str) -> None:
+        """Refuses `what` takes a curvature that is stored, of a structure that asks the network for products."""
+        if self.choices.structure.asks_network:
+            raise UnsupportedError(
+                f"{what} with hessian_structure={self.choices.structure.name!r}, which asks the network, with the "
+                "weights of the fit, for products over all data; use 'kron', 'diag' or 'full', whose curvature is "
+                "stored."
+            )
 
     @property
     def problem(self) -> Problem:
@@ -681,6 +717,20 @@ class Posterior:
     def sigma_noise(self) -> Tensor:
         """σ, 0-dim or `[C]`."""
         return self.hypers.sigma_noise
+
+    @property
+    def shards(self) -> ShardedCurvature | None:
+        """The curvature, if every process of a group holds a part of it."""
+        curvature = None if self.data is None else self.data.fit.curvature
+        return curvature if isinstance(curvature, ShardedCurvature) else None
+
+    def refuse_sharded(self, what: str) -> None:
+        """Refuses `what` takes the whole curvature, where every process holds a part of it."""
+        if self.shards is not None:
+            raise UnsupportedError(
+                f"{what} of a sharded posterior, of which every process stores some tensors only; fit with "
+                "sharded=False, or write it by laplace.checkpoint.save and load it in one process."
+            )
 
     def check_unchanged(self) -> None:
         """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""

@@ -33,13 +33,13 @@ from laplace.curvature.user_backend import summarised, users_call
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
-from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, other_structure
 from laplace.structures.by_hand import AnyByHand
+from laplace.structures.fit import Fit
 from laplace.structures.precision import Form, Precision
 from laplace.structures.users_precision import FixedRootPrecision
 

@@ -25,7 +25,6 @@ from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import ApproximationWarning, GradientWarning, InvalidArgument, UnsupportedError, warn
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import refuse_sharded
 from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
@@ -187,7 +186,7 @@ class PosteriorPredictor(Predictor):
     def check_whole(self, what: str) -> None:
         """Refuses what takes a whole posterior, if every process holds a part of this one."""
         self.posterior.require_fitted()
-        refuse_sharded(self.posterior, what)
+        self.posterior.refuse_sharded(what)
 
     def _kind(self, options: PredictOptions) -> PredType:
         return options.kind(self.posterior.choices.pred_types)

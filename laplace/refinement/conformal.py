@@ -30,7 +30,6 @@ from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
 from laplace.structures.base import Precision
@@ -102,7 +101,7 @@ def conformal(
     structure = posterior.choices.structure
     check_generator(generator)
     _check_likelihood(posterior)
-    refuse_sharded(posterior, "conformal")
+    posterior.refuse_sharded("conformal")
     if method not in ("jackknife+", "full", "cv+"):
         raise InvalidArgument(f"method={method!r}; accepted are 'jackknife+', 'full' and 'cv+'.")
     if not structure.holds_every_input or structure.refined_by_kernels:

@@ -26,7 +26,6 @@ from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedErr
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.weight_space import WeightRefiner
@@ -89,7 +88,7 @@ def leave_one_out(
         ApproximationWarning: The mean is far from the mode.
     """
     posterior.require_fitted()
-    refuse_sharded(posterior, "leave-one-out predictions")
+    posterior.refuse_sharded("leave-one-out predictions")
     structure, likelihood = posterior.choices.structure, posterior.likelihood
     if not structure.holds_every_input:
         raise UnsupportedError(

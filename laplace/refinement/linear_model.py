@@ -19,10 +19,10 @@ from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.engines.engine import same_count
 from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior, Refinement
+from laplace.structures.fit import Fit
 from laplace.structures.krylov import solve
 
 if TYPE_CHECKING:

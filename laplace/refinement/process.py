@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
-from laplace.fitting import Fit, ReadOptions
+from laplace.fitting.checks import NO_DATA
+from laplace.fitting.fit import sum_data
+from laplace.fitting.options import FitOptions
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
 from laplace.structures import linalg
+from laplace.structures.fit import Fit
 from laplace.structures.gp.dual import Dual, moved_by, pulled
 from laplace.structures.gp.subset import Subset, SubsetPass
 
@@ -185,12 +187,10 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         posterior, choices = self.posterior, self.posterior.choices
         size = round(posterior.map_fit.curvature.share * posterior.map_fit.n_data)
         chosen = SubsetPass(self.engine, replace(choices.structure_options, n_subset=size))
-        reading = ReadOptions(
-            choices.dict_key_y, progress_bar=self.options.progress_bar, first_pass=lambda engine: chosen
-        )
-        fit = fitting.accumulate(loader, self.engine, choices.structure, choices.structure_options, reading)
+        how = FitOptions(progress_bar=self.options.progress_bar, check_memory=False, first_pass=lambda engine: chosen)
+        fit = sum_data(loader, self.engine, choices, how)
         if chosen.found is None:
-            raise InvalidData(fitting.NO_DATA)
+            raise InvalidData(NO_DATA)
         return fit, chosen.found
 
     def _kernel(self, dual: Dual) -> Tensor:

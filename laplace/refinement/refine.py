@@ -29,7 +29,6 @@ from laplace.core.precision_policy import widened
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
-from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.linear_model import LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.weight_space import WeightRefiner
@@ -48,7 +47,7 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     """
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
-    refuse_sharded(posterior, "the mode of the linearised network")
+    posterior.refuse_sharded("the mode of the linearised network")
     structure = posterior.choices.structure
     if method == "variational" and not structure.is_variational:
         raise UnsupportedError(

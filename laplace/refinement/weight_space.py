@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import require_none
@@ -20,7 +19,8 @@ from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import GGNEngine
 from laplace.engines.native.products import GraphMap, HeadMap
 from laplace.errors import InvalidData
-from laplace.fitting import Fit, ReadOptions
+from laplace.fitting.fit import sum_data
+from laplace.fitting.options import FitOptions
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
@@ -28,6 +28,7 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, Smoothing
+from laplace.structures.fit import Fit
 from laplace.structures.precision import Form, Precision
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -297,6 +298,4 @@ class WeightRefiner(Refiner[WeightCovariance]):
             (batch.x, shifted.pack(shift, root, batch.y))
             for batch, shift, root in zip(self.data.batches, pushed, known, strict=True)
         ]
-        return fitting.accumulate(
-            loader, own, choices.structure, choices.structure_options, ReadOptions(choices.dict_key_y)
-        )
+        return sum_data(loader, own, choices, FitOptions(check_memory=False))

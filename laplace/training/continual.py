@@ -30,14 +30,15 @@ from laplace.core.batch import Inputs, require_rereadable
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.positions import as_rows
 from laplace.errors import InvalidArgument, InvalidData, StateError
-from laplace.fitting import Fit
+from laplace.fitting.fit import compute_fit
+from laplace.fitting.options import FitOptions
 from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of, measured, require_held
 from laplace.state import checked_device
 from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.fit import Fit
 from laplace.training.online import check_step_size, random_weights
 from laplace.tuning.search import SearchOptions, minimise
 
@@ -72,7 +73,8 @@ class TaskFit:
         Raises:
             InvalidData: A batch cannot be used.
         """
-        task, after = measured(la.snapshot(), train_loader, progress_bar=progress_bar), _copied(la)
+        options = FitOptions(override=False, progress_bar=progress_bar)
+        task, after = compute_fit(la.snapshot(), train_loader, options), _copied(la)
         with torch.no_grad():
             after.set_posterior(task.after(la.fitted() + task.fit if la.is_fitted else task.fit))
         return cls(la, task.fit, after)
@@ -323,7 +325,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent(called(la.weights.model, call_of(la.snapshot()), x))
+    f = batches.latent(called(la.weights.model, la.snapshot().call, x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)
@@ -369,7 +371,7 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
         NotFittedError: The last layer is not known yet.
         UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
     """
-    require_held(la.snapshot(), "a penalty on weights that train on")
+    la.snapshot().require_stored_curvature("a penalty on weights that train on")
     theta = random_weights(la) if theta is None else theta
     if not la.is_fitted:
         return 0.5 * la.prior.quad(theta)
@@ -508,7 +510,7 @@ class TaskMemory(CheckedConstructor):
             InvalidArgument: The posterior was fitted to other data, or has other random weights.
             UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
         """
-        require_held(la.snapshot(), "a penalty on weights that train on")
+        la.snapshot().require_stored_curvature("a penalty on weights that train on")
         layout = _layout_of(la)
         if self._layout not in (None, layout):
             raise InvalidArgument(

@@ -38,7 +38,8 @@ from laplace.enums import (
     WeightsName,
 )
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError, warn
-from laplace.fitting import without_padding
+from laplace.fitting.fit import infer_from_first_batch
+from laplace.fitting.processes import without_padding
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
@@ -46,7 +47,6 @@ from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
 from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of, discovered, informed
 from laplace.posterior.posterior import match_lengths
 from laplace.structures.base import Curvature
 from laplace.tuning.search import prior_in_structure
@@ -182,7 +182,7 @@ class OnlineLaplace(CheckedConstructor):
         self.model = require_whole(network_of(model), "training changes them")
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
-        self.forward_fn = call_of(self.la.snapshot())
+        self.forward_fn = self.la.snapshot().call
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
@@ -359,7 +359,7 @@ def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
     """Numbers in the target of one datum or position: of `[B, n]` only the network knows what the n are."""
     model, posterior = la.weights.model, la.snapshot()
     with preserve_model(model):
-        f = batches.latent(called(model, call_of(posterior), batches.to_device(x, la.prior_mean.device)))
+        f = batches.latent(called(model, posterior.call, batches.to_device(x, la.prior_mean.device)))
     rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
     return max(1, y.numel() // len(rows))
 
@@ -591,7 +591,7 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
             for batch in train_loader:
                 data = next_token.counted(batch, la.dict_key_y, device, rules, model)
                 if data is not None:
-                    posterior = discovered(la.snapshot(), *data)
+                    posterior = infer_from_first_batch(la.snapshot(), *data)
                     return posterior.choices.channel_dim, posterior.problem.head
         return None
 
@@ -600,5 +600,5 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
-    posterior = informed(la.snapshot(), *known[0])
+    posterior = la.snapshot().apply_inferred(*known[0])
     la.set_posterior(posterior.at(match_lengths(posterior.hypers, posterior.weights)))

@@ -31,7 +31,6 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.posterior_outputs import mixed
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
@@ -134,7 +133,7 @@ def refuse_unscalable(posterior: Posterior) -> None:
     """Refuses posteriors whose covariance the temperature and the prior precision do not scale."""
     posterior.require_fitted()
     posterior.check_unchanged()
-    refuse_sharded(posterior, "calibrate")
+    posterior.refuse_sharded("calibrate")
     if not posterior.choices.structure.weighed:
         raise UnsupportedError(
             "calibrate of a variational posterior (VaLLA), whose covariance is trained and not scaled by its "

@@ -32,15 +32,15 @@ from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHes
 from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.fitting.fit import fit
+from laplace.fitting.options import FitOptions
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.spread import require_whole
-from laplace.posterior import learning
 from laplace.posterior.posterior import Choices, Posterior
-from laplace.posterior.sharding import refuse_sharded, shards_of
 from laplace.refinement.linear_model import minimise
 from laplace.weights.last_layer import LastLayer
 
@@ -249,7 +249,7 @@ def held_out_part(
             if len(index):
                 part.append((batches.select(x, index, len(y)), y[index]))
     start = replace(posterior, choices=_for_part(posterior.choices, n_data - n_out))
-    fitted = learning.fitted_to(start, rest, progress_bar=progress_bar)
+    fitted = fit(start, rest, FitOptions(progress_bar=progress_bar))
     n_rest, seen = fitted.map_fit.n_data, posterior.map_fit.n_data
     if same_count(n_rest, n_data - n_out) and not same_count(n_data, seen):  # labels without weights or positions
         raise InvalidData(f"train_loader gave {n_data} data, the fit has seen {seen:g}; give the data of the fit.")
@@ -365,7 +365,7 @@ class HeadData:
         choices = _for_part(_native_backend(self.posterior.choices), len(rest))
         choices = replace(choices, forward_fn=None, channel_dim=-1, loss=None)
         start = Posterior(choices, LastLayer(layer, name=""), self.posterior.hypers.detached())
-        return HeldOut(learning.fitted_to(start, self._batches(rest)), self._batches(out))
+        return HeldOut(fit(start, self._batches(rest), FitOptions()), self._batches(out))
 
     def _layer(self, weight: Tensor) -> nn.Linear:
         """The head as a network of its own; a bias that is not random stays what it was."""
@@ -419,7 +419,7 @@ def _require_of_fit(posterior: Posterior) -> None:
     """Refuses posteriors that another fit would not lead to."""
     data = posterior.require_fitted()
     posterior.check_unchanged()
-    refuse_sharded(posterior, "held-out data")
+    posterior.refuse_sharded("held-out data")
     require_whole(posterior.model, "held-out data take fits of one process")
     refused = {
         "refine(...)": data.refinement is not None,
@@ -532,7 +532,7 @@ def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
     if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
         return []
     replaced = data.refinement is not None or data.assigned_mean is not None or data.source is not data.fit
-    if replaced or posterior.root is not None or data.fit.is_weighed or shards_of(posterior) is not None:
+    if replaced or posterior.root is not None or data.fit.is_weighed or posterior.shards is not None:
         return []
     if not likelihood.has_noise and LinkApprox.PROBIT not in likelihood.links:
         return []

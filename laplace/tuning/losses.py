@@ -17,13 +17,13 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
+from laplace.core.content import ContentReader, warn_of_training_data
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import without_padding
-from laplace.fitting.content import ContentReader, warn_of_training_data
+from laplace.fitting.processes import without_padding
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of

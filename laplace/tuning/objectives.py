@@ -20,7 +20,6 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive import latent
 from laplace.predictive.posterior_outputs import mixed
 from laplace.structures.base import Precision
@@ -221,7 +220,7 @@ class SmoothLoss(ValidationLoss):
     ) -> None:
         super().__init__(group, loss, data, predictive)
         for posterior in group.posteriors:
-            refuse_sharded(posterior, "tuning on validation data")
+            posterior.refuse_sharded("tuning on validation data")
         if data.processes is not None:
             raise UnsupportedError(
                 "group= with a search by gradients on validation data, where gradients would be those of one "

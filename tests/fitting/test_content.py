@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.core.content import Content, ContentReader
 from laplace.errors import DataWarning
-from laplace.fitting.content import Content, ContentReader
 from tests.reference.compare import assert_close
 
 N = 200

@@ -284,7 +284,7 @@ def interrupted_fits_go_on(rank: int) -> None:
     if rank:
         Path(f"{file}.{rank}").unlink()
     distributed.barrier()
-    with pytest.raises(ProcessError, match=r"rank 1.*number of the reading .*removed\) = 1, rank 0 2"):
+    with pytest.raises(ProcessError, match=r"rank 1.*from reading 1 of its file, rank 0 from 2: remove all"):
         make("all", "ekfac").fit(mine, group=distributed.group.WORLD, resume=file)
     distributed.barrier()
     if rank == 0:
