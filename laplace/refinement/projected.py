@@ -1,0 +1,195 @@
+"""Sampled weights that keep the fit: samples of the prior, projected onto what the training data do not see.
+
+Weights θ* + v with J v = 0 for the Jacobian J of the training outputs leave these, to first order, as they are (Miani et
+al., 2025). With w = δ^½ v a sample w ~ N(0, I) is projected onto the kernel of R = J δ^(−½) by alternating projections
+over batches b (von Neumann; Kaczmarz), w ← w − R_bᵀ (R_b R_bᵀ)⁺ R_b w, which need J for one batch at a time. After every
+sweep Q the line t Q w + (1 − t) w is searched for the projection, t = w·(w − Q w) / ‖w − Q w‖² (Gearhart and Koshy, 1989).
+With N·C ≥ P outputs that kernel may be {0}; that of the loss, one row gᵀJ per input, has more room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laplace.core.arguments import check_counts
+from laplace.core.batch import Inputs
+from laplace.core.positions import require_none
+from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
+from laplace.core.random_numbers import check_generator, standard_normal
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.network import next_token
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.sampled import finite, sampler
+
+KernelOf = Literal["outputs", "loss"]
+
+_KEPT_BYTES = 2**29
+"""Bytes of rows that are kept from one sweep to the next; beyond it they are computed anew in each."""
+
+_NOTHING = 1e-4
+"""Share of the squared norm below which nothing of a sample is left."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """Networks sampled around the trained one that fit the training data as it does: `la.projected(train_loader)`.
+
+    Calling it gives the mean prediction of the networks.
+
+    Attributes:
+        weights: Sampled weights θ* + v, `[S, P]`.
+        kept: Share of the squared norm of δ^½ v that was left of every sample, `[S]`: (P − rank)/P on average.
+        residual: ‖R w‖ after the last sweep over that before the first, `[S]`: 0 is the kernel itself.
+        n_sweeps: Passes over the data.
+    """
+
+    weights: Tensor
+    kept: Tensor
+    residual: Tensor
+    n_sweeps: int
+    _posterior: Posterior
+
+    def outputs(self, x: Inputs) -> Tensor:
+        """Outputs of the sampled networks, `[S, B, C]`.
+
+        Raises:
+            ModelChangedError: The network changed since the fit.
+        """
+        posterior = self._posterior
+        posterior.check_unchanged()
+        with autograd_mode(), torch.no_grad():
+            return finite(sampler(posterior.engine, posterior.expansion_point, x, {})(self.weights))
+
+    def __call__(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
+        """Mean of the sampled networks' predictions, `[B, C]`; of a regression mean and variance of f, `[B, C]` each."""
+        f, likelihood = self.outputs(x), self._posterior.likelihood
+        if likelihood.latent_prediction:
+            return f.mean(0), f.var(0, correction=0)
+        return torch.stack([likelihood.inverse_link(sample) for sample in f]).mean(0)
+
+    def __repr__(self) -> str:
+        """Number of samples, and how well they keep the fit."""
+        return (
+            f"Projected({len(self.weights)} samples, kept={float(self.kept.mean()):.3g} of the norm, "
+            f"residual={float(self.residual.max()):.2g} after {self.n_sweeps} sweeps)"
+        )
+
+
+def projected(
+    posterior: Posterior, loader: Iterable[Any], n_samples: int, kernel: str, max_sweeps: int, tolerance: float,
+    generator: torch.Generator | None, *, progress_bar: bool = False,
+) -> Projected:  # fmt: skip
+    """Samples of the prior projected onto the kernel of the data's Jacobian; arguments are those of `la.projected`."""
+    check_counts(n_samples=n_samples, max_sweeps=max_sweeps)
+    check_generator(generator)
+    if kernel not in ("outputs", "loss"):
+        raise InvalidArgument(f"kernel={kernel!r}; accepted are 'outputs' and 'loss'.")
+    if not 0 < tolerance < 1:
+        raise InvalidArgument(f"tolerance={tolerance}; it must lie in (0, 1).")
+    posterior.require_fitted()
+    if posterior.problem.processes is not None:
+        raise UnsupportedError("projected with a network that is spread over processes; use one whole network.")
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        posterior.check_unchanged()
+        centre = posterior.expansion_point
+        deviations = posterior.prior.diagonal().detach().rsqrt()
+        rows = _Rows(posterior, loader, kernel == "loss", deviations)
+        start = standard_normal((n_samples, len(centre)), centre, generator)
+        w, first, last, n_sweeps = start, None, None, 0
+        bar = DataBar("project", range(max_sweeps), shown=progress_bar)
+        for n_sweeps in range(1, max_sweeps + 1):  # noqa: B007
+            swept, seen = rows.swept(w)
+            first = seen if first is None else first
+            last = seen
+            if bool((seen <= tolerance * first).all()):
+                break
+            step = w - swept
+            size = step.square().sum(1, keepdim=True)
+            along = torch.where(size > 0, (w * step).sum(1, keepdim=True) / size, 1.0)
+            w = w - along * step
+            bar.add(1)
+        bar.close()
+        norm = start.square().sum(1)
+        kept = w.square().sum(1) / norm
+        residual = torch.where(first > 0, last / first, 0.0)
+    _warn_of_rest(float(residual.max()), float(kept.mean()), tolerance, kernel, n_sweeps)
+    return Projected(centre + deviations * w, kept, residual, n_sweeps, posterior)
+
+
+def _warn_of_rest(residual: float, kept: float, tolerance: float, kernel: str, n_sweeps: int) -> None:
+    if kept < _NOTHING:
+        other = "kernel='loss', which has one row per input" if kernel == "outputs" else "fewer data"
+        warn(
+            f"nothing is left of the samples (a share of {kept:.1g} of their squared norm): the data determine all "
+            f"weights to first order. Give {other}.",
+            ApproximationWarning,
+        )
+    elif residual > tolerance:
+        warn(
+            f"the projection reached a residual of {residual:.2g}, not {tolerance:.2g}, in {n_sweeps} sweeps; give a "
+            "larger max_sweeps, or larger batches.",
+            ApproximationWarning,
+        )
+
+
+class _Rows:
+    """Rows R_b of all batches, in units of prior standard deviations, with the inverses of their Gram matrices."""
+
+    def __init__(self, posterior: Posterior, loader: Iterable[Any], of_loss: bool, deviations: Tensor) -> None:
+        self.posterior, self.loader, self.of_loss, self.deviations = posterior, loader, of_loss, deviations
+        self._kept: list[Tensor] | None = None
+        self._inverses: list[Tensor] = []
+        kept: list[Tensor] = []
+        n_bytes = 0
+        for rows in self._computed():
+            wide = widened(rows)
+            values, vectors = torch.linalg.eigh(wide @ wide.T)
+            floor = values[-1].clamp(min=0) * len(values) * torch.finfo(rows.dtype).eps
+            inverse = torch.where(values > floor, 1 / values, 0.0)
+            self._inverses.append(((vectors * inverse) @ vectors.T).to(rows))
+            n_bytes += rows.numel() * rows.element_size()
+            if n_bytes <= _KEPT_BYTES:
+                kept.append(rows)
+        if not self._inverses:
+            raise InvalidData("the loader gave no data, or all are ignored.")
+        if n_bytes <= _KEPT_BYTES:
+            self._kept = kept
+        elif iter(loader) is loader:
+            raise InvalidArgument("the loader can be read only once, and its Jacobians do not fit into memory at once.")
+
+    def swept(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors `[S, P]` after the projection of every batch in turn, and the norms of R w met on the way, `[S]`."""
+        squares = w.new_zeros(len(w))
+        for rows, inverse in zip(self._kept or self._computed(), self._inverses, strict=True):
+            along = w @ rows.T
+            squares += along.square().sum(1)
+            w = w - (along @ inverse) @ rows
+        return w, squares.sqrt()
+
+    def _computed(self) -> Iterator[Tensor]:
+        posterior, key = self.posterior, self.posterior.choices.dict_key_y
+        engine, problem, likelihood = posterior.engine, posterior.problem, posterior.likelihood
+        for item in self.loader:
+            counted = next_token.counted(item, key, problem.device, engine.target_rules, problem.module)
+            if counted is None:
+                continue
+            x, y = counted
+            done = 0
+            for jacobian, f in engine.jacobian(x):
+                require_none(jacobian.positions, "la.projected", "Use la.sample, or la(x, pred_type='nn')")
+                targets = y[done : done + len(f)]
+                done += len(f)
+                gradient = likelihood.gradient(f, engine.checked(f, targets)) if self.of_loss else None
+                start = 0
+                for piece in jacobian.pieces():
+                    part = slice(start, start + len(piece))
+                    start += len(piece)
+                    own = piece.to(self.deviations) * self.deviations
+                    yield own.flatten(0, 1) if gradient is None else (gradient[part].unsqueeze(1) @ own).squeeze(1)
