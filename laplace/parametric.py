@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from laplace.core.batch import WeightFn
     from laplace.refinement.conformal import Conformal, ConformalMethod
     from laplace.refinement.leave_one_out import LeaveOneOut
+    from laplace.refinement.projected import KernelOf, Projected
     from laplace.tuning.group import PosteriorGroup
 
 P = TypeVar("P", bound="ParametricLaplace")
@@ -552,6 +553,60 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         if val_loader is not None:
             return conformal.split_conformal(self, val_loader)
         return conformal.conformal(self.snapshot(), train_loader, method, folds, generator, progress_bar=progress_bar)
+
+    @checked
+    def projected(
+        self,
+        train_loader: Iterable[Any],
+        n_samples: int = 30,
+        *,
+        kernel: KernelOf = "outputs",
+        max_sweeps: int = 500,
+        tolerance: float = 0.01,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Projected:
+        """Networks sampled around the trained one that fit the training data as it does (Miani et al., 2025).
+
+        Samples of the prior are projected onto the weights in whose direction no output of the training data changes, to
+        first order, by alternating projections over its batches. Samples of a Laplace approximation of a network, as
+        `pred_type="nn"` has them, underfit; these do not, and differ where there were no data.
+
+        Args:
+            train_loader: The training data, read several times. Larger batches take fewer sweeps and more memory.
+            n_samples: Number S of networks.
+            kernel: `"outputs"`, or `"loss"`: only the loss of every input stays, which leaves more room where there are
+                more outputs than weights, and keeps less of the fit.
+            max_sweeps: Largest number of passes.
+            tolerance: Change of the outputs, relative to that without projection, at which to stop.
+            generator: Random generator of the samples.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            The networks: call it for their mean prediction; `.weights` `[S, P]`, `.kept`, `.residual`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: Numbers that are none, another kernel, or a loader that can be read only once.
+            InvalidData: No data.
+            UnsupportedError: Outputs with positions, or a backend that computes no Jacobians.
+
+        Warns:
+            ApproximationWarning: Nothing is left of the samples, or the tolerance was not reached.
+        """
+        from laplace.refinement.projected import projected
+
+        self._require_data()
+        return projected(
+            self.snapshot(),
+            train_loader,
+            n_samples,
+            kernel,
+            max_sweeps,
+            tolerance,
+            generator,
+            progress_bar=progress_bar,
+        )
 
     # Posteriors beside each other.
 

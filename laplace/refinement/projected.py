@@ -3,7 +3,8 @@
 Weights θ* + v with J v = 0 for the Jacobian J of the training outputs leave these, to first order, as they are (Miani et
 al., 2025). With w = δ^½ v a sample w ~ N(0, I) is projected onto the kernel of R = J δ^(−½) by alternating projections
 over batches b (von Neumann; Kaczmarz), w ← w − R_bᵀ (R_b R_bᵀ)⁺ R_b w, which need J for one batch at a time. After every
-sweep Q the line t Q w + (1 − t) w is searched for the projection, t = w·(w − Q w) / ‖w − Q w‖² (Gearhart and Koshy, 1989).
+sweep Q the line t Q w + (1 − t) w is searched for the projection, t = w·(w − Q w) / ‖w − Q w‖² (Gearhart and Koshy,
+1989).
 With N·C ≥ P outputs that kernel may be {0}; that of the loss, one row gᵀJ per input, has more room.
 """
 
@@ -68,7 +69,7 @@ class Projected:
             return finite(sampler(posterior.engine, posterior.expansion_point, x, {})(self.weights))
 
     def __call__(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
-        """Mean of the sampled networks' predictions, `[B, C]`; of a regression mean and variance of f, `[B, C]` each."""
+        """Mean of the networks' predictions, `[B, C]`; of a regression mean and variance of f, `[B, C]` each."""
         f, likelihood = self.outputs(x), self._posterior.likelihood
         if likelihood.latent_prediction:
             return f.mean(0), f.var(0, correction=0)
