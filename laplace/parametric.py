@@ -568,9 +568,9 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
     ) -> Projected:
         """Networks sampled around the trained one that fit the training data as it does (Miani et al., 2025).
 
-        Samples of the prior are projected onto the weights in whose direction no output of the training data changes, to
-        first order, by alternating projections over its batches. Samples of a Laplace approximation of a network, as
-        `pred_type="nn"` has them, underfit; these do not, and differ where there were no data.
+        Samples of the prior are projected onto the weights in whose direction no output of the training data changes,
+        to first order, by alternating projections over its batches. Samples of a Laplace approximation of a network,
+        as `pred_type="nn"` has them, underfit; these do not, and differ where there were no data.
 
         Args:
             train_loader: The training data, read several times. Larger batches take fewer sweeps and more memory.

@@ -1,8 +1,8 @@
 """Sampled weights that keep the fit: samples of the prior, projected onto what the training data do not see.
 
-Weights θ* + v with J v = 0 for the Jacobian J of the training outputs leave these, to first order, as they are (Miani et
-al., 2025). With w = δ^½ v a sample w ~ N(0, I) is projected onto the kernel of R = J δ^(−½) by alternating projections
-over batches b (von Neumann; Kaczmarz), w ← w − R_bᵀ (R_b R_bᵀ)⁺ R_b w, which need J for one batch at a time. After every
+Weights θ* + v with J v = 0 for the Jacobian J of the training outputs leave these, to first order, as they are (Miani
+et al., 2025). With w = δ^½ v a sample w ~ N(0, I) is projected onto the kernel of R = J δ^(−½) by alternating
+projections over batches b (Kaczmarz), w ← w − R_bᵀ (R_b R_bᵀ)⁺ R_b w, which need J for one batch at a time. After every
 sweep Q the line t Q w + (1 − t) w is searched for the projection, t = w·(w − Q w) / ‖w − Q w‖² (Gearhart and Koshy,
 1989).
 With N·C ≥ P outputs that kernel may be {0}; that of the loss, one row gᵀJ per input, has more room.
