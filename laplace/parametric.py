@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     from laplace.compat.kronecker import Kron
     from laplace.core.batch import WeightFn
+    from laplace.predictive.projected import KernelOf, Projected
     from laplace.refinement.conformal import Conformal, ConformalMethod
     from laplace.refinement.leave_one_out import LeaveOneOut
-    from laplace.refinement.projected import KernelOf, Projected
     from laplace.tuning.group import PosteriorGroup
 
 P = TypeVar("P", bound="ParametricLaplace")
@@ -594,7 +594,7 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
         Warns:
             ApproximationWarning: Nothing is left of the samples, or the tolerance was not reached.
         """
-        from laplace.refinement.projected import projected
+        from laplace.predictive.projected import projected
 
         self._require_data()
         return projected(
