@@ -29,9 +29,9 @@ __getattr__, __dir__, __all__ = _lazy.attach(
             "LowRankKronSubnetLaplace LowRankLaplace LowRankLLLaplace LowRankSubnetLaplace SubnetLaplace"
         ),
         "laplace.loading": "load",
+        "laplace.merging": "from_optimizer merge",
         "laplace.mixture.mixture": "MixtureLaplace",
         "laplace.posterior.calibration": "Calibration",
-        "laplace.posterior.combining": "from_optimizer merge",
         "laplace.predictive.prediction": "Prediction",
         "laplace.training.online": "OnlineLaplace marglik_training",
     },
