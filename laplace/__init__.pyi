@@ -50,9 +50,9 @@ from laplace.grid import (
     VaLLA,
 )
 from laplace.loading import load
+from laplace.merging import from_optimizer, merge
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.combining import from_optimizer, merge
 from laplace.predictive.prediction import Prediction
 from laplace.training.online import OnlineLaplace, marglik_training
 
