@@ -3,12 +3,11 @@
 Names and submodules are imported when they are first read.
 """
 
-from laplace.compat import finder as _finder
-from laplace.compat import installation as _installation
+from laplace.compat import paths as _paths
 from laplace.core import lazy as _lazy
 
-_installation.check_installation()  # first: files of two packages may not go together
-_finder.install()
+_paths.check_installation()  # first: files of two packages may not go together
+_paths.install()
 
 __version__ = "0.1.0"
 

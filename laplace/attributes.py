@@ -118,7 +118,7 @@ class KronAttributes(NamedPosterior):
     @property
     def H_facs(self) -> Any:
         """Kronecker factors of H, a `Kron`, or None; assigning them also assigns H."""
-        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
         fit = None if self._posterior.data is None else self._posterior.data.factors_fit
         if fit is None or fit.H is None:

@@ -122,7 +122,7 @@ def _of_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:
         posterior: The former one, of the state's random weights.
         state: The state.
     """
-    from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+    from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
     posterior = posterior.assigned(**{name: _plain(state[name]) for name in _HYPERS})
     H = Kron(state["H"]) if isinstance(state["H"], list) else state["H"]

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from laplace.compat.kronecker import Kron
+    from laplace.compat.kron import Kron
     from laplace.core.batch import WeightFn
     from laplace.predictive.projected import KernelOf, Projected
     from laplace.refinement.conformal import Conformal, ConformalMethod

@@ -1,4 +1,4 @@
-"""The legacy dotted paths, as one table: module path → {name: where the object lives now}.
+"""Legacy dotted paths: one table of module path → {name: where the object lives now}, served by the import system.
 
 A new name is one line here. `TABLE` holds what a module lists in `__all__`; `ALSO` holds what was merely
 importable from it. Targets are `"real.module:attribute"` and are imported on first use only.
@@ -6,9 +6,15 @@ importable from it. Targets are `"real.module:attribute"` and are imported on fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module, metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
-from laplace.core.lazy import at
+from laplace.core.lazy import at, attached
+from laplace.errors import InstallationWarning, warn
 
 _ENUMS = at(
     "laplace.enums",
@@ -16,8 +22,8 @@ _ENUMS = at(
     "PriorStructure",
 )
 _MATRIX = {
-    "Kron": "laplace.compat.kronecker.matrix:Kron",
-    "KronDecomposed": "laplace.compat.kronecker.decomposed:KronDecomposed",
+    "Kron": "laplace.compat.kron:Kron",
+    "KronDecomposed": "laplace.compat.kron:KronDecomposed",
 }
 _METRICS = at("laplace.metrics", "RunningNLLMetric")
 _EXTRACTOR = at("laplace.weights.last_layer", "FeatureExtractor")
@@ -32,15 +38,12 @@ _HELPERS = {
     **at(
         "laplace.compat.helpers",
         "get_nll validate parameters_per_layer expand_prior_precision fix_prior_prec_structure SoDSampler "
-        "_is_batchnorm _is_valid_scalar",
+        "_is_batchnorm invsqrt_precision kron diagonal_add_scalar symeig block_diag normal_samples",
     ),
-    **at(
-        "laplace.compat.algebra",
-        "invsqrt_precision kron diagonal_add_scalar symeig block_diag normal_samples",
-    ),
+    "_is_valid_scalar": "laplace.compat.kron:is_scalar",
 }
 _FUNCTIONAL = at(
-    "laplace.compat.functional_utils",
+    "laplace.compat.helpers",
     "batch_size classification_targets concatenate_rows draw_gaussian preserve_model_gradients regression_targets "
     "same_configuration select_rows split_batch subset_loader to_device training_indices",
 )
@@ -101,7 +104,7 @@ TABLE: dict[str, Mapping[str, str]] = {
 
 ALSO: dict[str, Mapping[str, str]] = {
     "laplace.utils.functional_utils": at(
-        "laplace.compat.functional_utils", "_individual_reward_inputs _model_fingerprint _check_model_fingerprint"
+        "laplace.compat.helpers", "_individual_reward_inputs _model_fingerprint _check_model_fingerprint"
     ),
     "laplace.laplace": {
         **at("laplace.compat.helpers", "_all_subclasses"),
@@ -111,7 +114,96 @@ ALSO: dict[str, Mapping[str, str]] = {
         **at("laplace.enums", "Likelihood LinkApprox PredType PriorStructure TuningMethod"),
         **_MATRIX,
         **_METRICS,
-        **at("laplace.compat.helpers", "SoDSampler validate fix_prior_prec_structure"),
-        **at("laplace.compat.algebra", "invsqrt_precision normal_samples"),
+        **at("laplace.compat.helpers", "SoDSampler validate fix_prior_prec_structure invsqrt_precision normal_samples"),
     },
 }
+
+
+# Modules that exist only as names.
+
+Names = Mapping[str, str]
+Table = Mapping[str, Names]
+
+
+class LegacyFinder(MetaPathFinder, Loader):
+    """Finds and fills the modules of a table.
+
+    The attributes of each are looked up on first use (PEP 562) in the modules where they live now, so that making the
+    modules imports nothing. The finder stands last on `sys.meta_path`: a real file of the same name is found first.
+    """
+
+    def __init__(self, table: Table, also: Table) -> None:
+        self.table = table
+        self.also = also
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of the table, None for any other."""
+        if fullname not in self.table:
+            return None
+        is_package = bool(self._children(fullname))
+        return ModuleSpec(fullname, self, origin="legacy path", is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the empty module its lazy attributes."""
+        name = module.__name__
+        public = self.table[name]
+        children = self._children(name)
+        targets = {**self.also.get(name, {}), **public}
+        module.__doc__ = f"Legacy path {name}: the names of an older interface; each refers to where it lives now."
+        module.__dict__["__all__"] = list(public)
+        module.__dict__["__getattr__"], module.__dict__["__dir__"] = attached(name, targets, children.__contains__)
+
+    def _children(self, name: str) -> list[str]:
+        prefix = f"{name}."
+        return [path.removeprefix(prefix) for path in self.table if path.startswith(prefix)]
+
+
+def install(table: Table = TABLE, also: Table = ALSO) -> LegacyFinder:
+    """Makes the paths of a table importable, and attributes of their packages; a repeated call does nothing."""
+    for finder in sys.meta_path:
+        if isinstance(finder, LegacyFinder) and finder.table is table:
+            return finder
+    finder = LegacyFinder(table, also)
+    sys.meta_path.append(finder)
+    for path in sorted(table):
+        _attach(path, finder)
+    return finder
+
+
+def _attach(path: str, finder: LegacyFinder) -> None:
+    """Makes the module now, so that `laplace.utils.Kron` works after a bare `import laplace`.
+
+    Making it early also settles who owns a name: where a module exports a function of its own name, the attribute of
+    the package must stay the function, and only the first import of a submodule binds the attribute.
+    """
+    parent_name, _, leaf = path.rpartition(".")
+    parent = import_module(parent_name)
+    if PathFinder.find_spec(path, getattr(parent, "__path__", None)) is not None:
+        return
+    import_module(path)
+    if leaf in finder.table[path]:
+        parent.__dict__.pop(leaf, None)
+
+
+# The other package of this import name, in the same environment.
+
+_OWN, _OTHER = "laplace-bayes", "laplace-torch"
+
+
+def check_installation() -> None:
+    """Warns if laplace-torch, which is imported as `laplace` too, is installed in this environment.
+
+    One look at the names of the installed distributions; no file of them is read.
+    """
+    try:
+        metadata.distribution(_OTHER)
+    except metadata.PackageNotFoundError:
+        return
+    warn(
+        f"{_OTHER} is installed in this environment too, and both packages are imported as `laplace`: in one folder "
+        "the later install overwrites files of the earlier, which leaves a mixture of both; of two folders, the first "
+        f"on sys.path is imported. Run `pip uninstall {_OWN} {_OTHER}`, then install this library again.",
+        InstallationWarning,
+    )

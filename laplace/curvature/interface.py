@@ -33,7 +33,7 @@ from laplace.weights.last_layer import FeatureExtractor, LastLayer
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
-    from laplace.compat.kronecker import Kron
+    from laplace.compat.kron import Kron
 
 _CHOICES = ("last_layer", "subnetwork_indices")
 """Arguments of constructors that a `Problem` makes superfluous."""
@@ -294,7 +294,7 @@ class CurvatureInterface:
         Raises:
             UnsupportedError: This backend has none.
         """
-        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
         summary, parts = self._engine_at(x).kron(x, y)
         return summary.loss_terms.sum(), Kron(parts.shared(len(y) / N))

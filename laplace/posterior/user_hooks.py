@@ -44,7 +44,7 @@ from laplace.structures.precision import Form, Precision
 from laplace.structures.users_precision import FixedRootPrecision
 
 if TYPE_CHECKING:
-    from laplace.compat.kronecker import KronDecomposed
+    from laplace.compat.kron import KronDecomposed
 
 
 # The posterior of an object with members of its user.
@@ -303,7 +303,7 @@ def precision_of_moment(la: Any, name: str) -> Precision:
     Raises:
         InvalidArgument: It is none, or has another shape than the weights ask for.
     """
-    from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
+    from laplace.compat.kron import Kron, KronDecomposed  # needed by nobody else who imports the library
 
     value = getattr(la, name)
     if isinstance(value, Precision):

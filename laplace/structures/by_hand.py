@@ -20,7 +20,7 @@ from laplace.structures import fields
 from laplace.weights.problem import ParameterSlice, Problem
 
 if TYPE_CHECKING:
-    from laplace.compat.kronecker import Kron, KronDecomposed
+    from laplace.compat.kron import Kron, KronDecomposed
 
 _ROWS = 1024
 """Rows of a matrix that are compared with columns at once."""
@@ -80,12 +80,12 @@ class KronByHand(ByHand):
     """Kronecker factors per tensor, a `Kron`, or their eigendecompositions, a `KronDecomposed`."""
 
     def zeros(self, problem: Problem, like: Tensor) -> Kron:
-        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
         return Kron([_zero_block(slot, like) for slot in problem.slots])
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
-        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
         if engine.likelihood.weighs_targets:
             raise UnsupportedError(
@@ -101,7 +101,7 @@ class KronByHand(ByHand):
         return summary, Kron(parts.shared(len(y) / n_data))
 
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
-        from laplace.compat.kronecker import Kron, KronDecomposed  # legacy values are imported by those who use them
+        from laplace.compat.kron import Kron, KronDecomposed  # legacy values are imported by those who use them
 
         if isinstance(H, KronDecomposed):
             return self._checked_eigen(H, problem, like, options)
@@ -122,7 +122,7 @@ class KronByHand(ByHand):
     def _checked_eigen(
         self, H: KronDecomposed, problem: Problem, like: Tensor, options: Mapping[str, Any]
     ) -> KronDecomposed:
-        from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
+        from laplace.compat.kron import KronDecomposed  # legacy values are imported by those who use them
 
         if bool((H.deltas != 0).any()):
             raise InvalidArgument(
@@ -145,7 +145,7 @@ class KronByHand(ByHand):
         return KronDecomposed(vectors, values, H.deltas.to(like), H.damping)
 
     def state(self, H: Kron | KronDecomposed, n_data: float) -> dict[str, Any]:
-        from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
+        from laplace.compat.kron import KronDecomposed  # legacy values are imported by those who use them
 
         if isinstance(H, KronDecomposed):
             pairs = zip(H.eigenvectors, H.eigenvalues, strict=True)
@@ -259,7 +259,7 @@ def _require_squares(values: Tensor, options: Mapping[str, Any]) -> None:
 
 def _require_blocks(blocks: Sequence[Sequence[Tensor]], slots: Sequence[ParameterSlice]) -> None:
     """Refuses blocks that are not those of the random parameters."""
-    from laplace.compat.kronecker.factors import block_shape
+    from laplace.compat.kron import block_shape
 
     if len(blocks) != len(slots):
         raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {len(slots)} tensors.")

@@ -60,8 +60,7 @@ from laplace.structures.spectra import (
 )
 
 if TYPE_CHECKING:
-    from laplace.compat.kronecker import KronDecomposed
-    from laplace.structures.kron_public import DecomposedCurvature
+    from laplace.compat.kron import DecomposedCurvature, KronDecomposed
 
 
 # Damping of Kronecker factors: √δ on either side, in the normalisation of each paper.
@@ -296,12 +295,15 @@ class KronPrecision(Precision):
     @property
     def public(self) -> KronDecomposed | KronPrecision:
         """P by the factors of every tensor, if eigenvalues are their products and a prior is constant in a tensor."""
-        from laplace.structures.kron_public import decomposed_precision  # as in `KronCurvature.public`
+        from laplace.compat.kron import KronDecomposed  # legacy values are imported when read
 
         if not self.spectra.factored or not self.prior.is_constant_per_tensor:
             return self
         deltas = torch.cat([delta.view(1) for delta in self.prior.per_block()])
-        return decomposed_precision(self.spectra, self._scale, deltas, damping=self.damping)
+        spectra, scale, damping = self.spectra, self._scale, self.damping
+        return KronDecomposed(
+            lambda: spectra.factor_vectors, lambda: _public_values(spectra, scale, damping), deltas, damping is not None
+        )
 
     @property
     def covariance(self) -> Tensor:
@@ -556,9 +558,15 @@ class KronCurvature(AdditiveCurvature):
         return self.parts.kfacs()
 
     def public(self) -> DecomposedCurvature:
-        from laplace.structures.kron_public import DecomposedCurvature  # legacy values are imported when read
+        from laplace.compat.kron import DecomposedCurvature  # legacy values are imported when read
 
-        return DecomposedCurvature(self.parts, lambda: self._unit_spectra)
+        parts, like = self.parts, self.parts.like
+        return DecomposedCurvature(
+            lambda: _public_factors(parts),
+            lambda: self._unit_spectra.factor_vectors,
+            lambda: _public_values(self._unit_spectra, like.new_ones(()), None),
+            like.new_zeros(len(parts.blocks)),
+        )
 
     def state(self) -> dict[str, Any]:
         state = fields.state_of(without_rows(self.parts))
@@ -570,6 +578,33 @@ class KronCurvature(AdditiveCurvature):
 
     def forms(self) -> tuple[str, ...]:
         return tuple(_FORMS[block.kind] for block in self.parts.blocks)
+
+
+def _public_values(spectra: Spectra, scale: Tensor, damping: Damping | None) -> list[list[Tensor]]:
+    """Eigenvalues of s·H by factor, the scale spread evenly over the factors of a block, times those of a damping."""
+
+    def of_block(block: BlockSpectrum) -> list[Tensor]:
+        values = block.factor_values
+        damped = damping is not None and len(values) == 2
+        factors = damping.sides(output_first=block.output_first) if damped else (1.0,) * len(values)
+        root = widened(scale) ** (1 / len(values))
+        return [(factor * root * side).to(spectra.dtype) for factor, side in zip(factors, values, strict=True)]
+
+    with kept_for_later(), torch.enable_grad():
+        return [of_block(block) for block in spectra]
+
+
+def _public_factors(parts: KronParts) -> list[list[Tensor]]:
+    """Factors of every tensor's block; a dense block of a selection that is not rows × columns."""
+    blocks: list[list[Tensor]] = []
+    for block, factors in zip(parts.blocks, parts.kfacs(), strict=True):
+        if block.index is None:
+            blocks.append(factors)
+            continue
+        output = parts.matrix(block.output).sum(0)
+        inputs = None if block.input is None else parts.matrix(block.input) / parts.positions(block)
+        blocks.append([picked_matrix(output, inputs, block.index, input_first=block.input_first)])
+    return blocks
 
 
 _FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal", UNUSED: "zero"}

@@ -19,7 +19,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.precision import Form, Precision
 
 if TYPE_CHECKING:
-    from laplace.compat.kronecker import KronDecomposed
+    from laplace.compat.kron import KronDecomposed
     from laplace.structures.kron import KronPrecision
     from laplace.structures.spectra import BlockSpectrum
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laplace.compat.installation import check_installation
+from laplace.compat.paths import check_installation
 from laplace.errors import InstallationWarning, LaplaceWarning
 
 ROOT = Path(__file__).parents[2]

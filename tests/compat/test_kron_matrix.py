@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace.compat.kronecker.decomposed import KronDecomposed
-from laplace.compat.kronecker.factors import dense
-from laplace.compat.kronecker.matrix import Kron
+from laplace.compat.kron import Kron, KronDecomposed, dense
 from laplace.errors import CurvatureError, InvalidArgument
 
 F64 = torch.float64

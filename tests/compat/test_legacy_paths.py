@@ -9,9 +9,7 @@ import types
 
 import pytest
 
-from laplace.compat import finder as finder_module
-from laplace.compat.finder import LegacyFinder, install
-from laplace.compat.paths import ALSO, TABLE
+from laplace.compat.paths import ALSO, TABLE, LegacyFinder, install
 from tests.fresh import printed
 
 
@@ -86,14 +84,14 @@ def test_a_real_module_wins(package, tmp_path):
 
 def test_importing_the_modules_imports_nothing_else():
     code = (
-        "from laplace.compat.finder import install; install();"
+        "from laplace.compat.paths import install; install();"
         "import laplace.utils.matrix, laplace.baselaplace;"
-        "heavy = {'laplace.compat.kronecker.matrix', 'laplace.base', 'laplace.grid', 'torchmetrics',"
+        "heavy = {'laplace.compat.kron', 'laplace.base', 'laplace.grid', 'torchmetrics',"
         "'matplotlib'};"
         "import sys; print(*heavy & set(sys.modules))"
     )
     # A package that imports its public names eagerly has those modules anyway; ours must add none of the compat ones.
-    assert not {"laplace.compat.kronecker.matrix", "torchmetrics"} & set(printed(code))
+    assert not {"laplace.compat.kron", "torchmetrics"} & set(printed(code))
 
 
 def test_every_entry_of_the_tables_exists():
@@ -110,10 +108,10 @@ def test_star_import_and_pickle():
 
     assert callable(kron)
     assert not isinstance(kron, types.ModuleType)
-    assert Kron.__module__ == "laplace.compat.kronecker.matrix"
+    assert Kron.__module__ == "laplace.compat.kron"
     assert pickle.loads(pickle.dumps(Kron)) is Kron
     assert pickle.loads(pickle.dumps(Likelihood.REGRESSION)) is Likelihood.REGRESSION
     namespace: dict[str, object] = {}
     exec("from laplace.utils.matrix import *", namespace)
     assert namespace["Kron"] is Kron
-    assert finder_module.install() in sys.meta_path
+    assert install() in sys.meta_path

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace import ParametricLaplace
-from laplace.compat.kronecker import KronDecomposed
+from laplace.compat.kron import KronDecomposed
 from laplace.errors import LaplaceError
 from laplace.structures.kron import KronCurvature, KronPrecision
 from tests import problems as catalogue

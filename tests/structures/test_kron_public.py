@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace
-from laplace.compat.kronecker import Kron, KronDecomposed
+from laplace.compat.kron import Kron, KronDecomposed
 from laplace.errors import InvalidArgument
 from laplace.structures.kron import KronCurvature, KronPrecision
 from laplace.structures.users_precision import precision_of_factors
