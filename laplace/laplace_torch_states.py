@@ -40,11 +40,7 @@ def is_of_laplace_torch(state: Mapping[str, Any]) -> bool:
 
 
 def loaded(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:
-    """The posterior of a state of laplace-torch; the object is not changed.
-
-    Raises:
-        StateError: It belongs to another class, network or likelihood, its class is not read, or it is malformed.
-    """
+    """The posterior of a state of laplace-torch; the object is not changed."""
     try:
         problem = _checked(la, state)
         for key in ("temperature", "enable_backprop"):
@@ -116,12 +112,7 @@ def _check_mean(problem: Problem, mean: Tensor) -> None:
 
 
 def _of_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:
-    """The posterior of a checked state.
-
-    Args:
-        posterior: The former one, of the state's random weights.
-        state: The state.
-    """
+    """The posterior of a checked state."""
     from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
     posterior = posterior.assigned(**{name: _plain(state[name]) for name in _HYPERS})

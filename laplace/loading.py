@@ -88,15 +88,7 @@ def _told(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_names(needed: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Refuses objects that are not those of the posterior that was saved.
-
-    Args:
-        needed: Names of arguments that the file does not hold, with what they were.
-        given: What was given, by name.
-
-    Raises:
-        InvalidCall: One is missing, or one too many.
-    """
+    """Refuses objects that are not those of the posterior that was saved."""
     missing = [f"{name}= (it was {needed[name] or 'unknown'})" for name in sorted(needed.keys() - given.keys())]
     if missing:
         raise InvalidCall(f"laplace.load() needs {' and '.join(missing)}: no file without code can hold it.")
@@ -109,11 +101,7 @@ def _check_names(needed: Mapping[str, str], given: Mapping[str, Any]) -> None:
 
 
 def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:
-    """The network of every component; of a single posterior the one that was given.
-
-    Raises:
-        InvalidArgument: Another number of networks than of components.
-    """
+    """The network of every component; of a single posterior the one that was given."""
     if "components" not in recipe or (isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)):
         return [model] * count
     if len(model) != count:
@@ -124,11 +112,7 @@ def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:
 
 
 def _spread(objects: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
-    """The objects of every component.
-
-    Raises:
-        InvalidArgument: A list of another length.
-    """
+    """The objects of every component."""
     spread = {name: value if isinstance(value, list) else [value] * count for name, value in objects.items()}
     for name, values in spread.items():
         if len(values) != count:
@@ -137,17 +121,7 @@ def _spread(objects: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
 
 
 def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> ParametricLaplace:
-    """A posterior, not fitted, of a class that is registered.
-
-    Args:
-        recipe: What it is made of, of a file that anybody may have written.
-        model: Its network.
-        objects: Objects, of which it takes its own.
-
-    Raises:
-        InvalidArgument: The class is not registered, or an object is of another class than then.
-        StateError: The network is another one.
-    """
+    """A posterior, not fitted, of a class that is registered."""
     _check_network(recipe["network"], outline(unwrap(require_module(network_of(model)))))
     own = {name: objects[name] for name in recipe["objects"]}
     for name in _COMPARED:
@@ -168,11 +142,7 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
 
 
 def _check_network(saved: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Refuses a network with other tensors or layers; their values are compared by those who load the state.
-
-    Raises:
-        StateError: Names, shapes, dtypes or classes differ.
-    """
+    """Refuses a network with other tensors or layers; their values are compared by those who load the state."""
     differing = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
     if differing:
         parts = [f"{name!r} was {saved.get(name, 'none')}, is {given.get(name, 'none')}" for name in differing[:3]]

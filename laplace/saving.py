@@ -56,11 +56,7 @@ class Recipe:
 
     @classmethod
     def of(cls, la: BaseLaplace) -> Recipe:
-        """The recipe of a posterior.
-
-        Raises:
-            UnsupportedError: Its class is not registered, or its backend has a loss that was assigned.
-        """
+        """The recipe of a posterior."""
         kind, choices = type(la), la.snapshot().choices
         key = vars(kind).get("_key")
         if key is None:

@@ -90,16 +90,7 @@ MakeCurvature = Callable[[Problem, Any], Curvature]
 
 
 def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = None) -> Posterior:
-    """The posterior of a state, which is checked against the object; the object is not changed.
-
-    Args:
-        la: The object.
-        state: The state.
-        make: Makes the curvature; None for that of the structure's state.
-
-    Raises:
-        StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
-    """
+    """The posterior of a state, which is checked against the object; the object is not changed."""
     if isinstance(state, dict) and laplace_torch_states.is_of_laplace_torch(state):
         return laplace_torch_states.loaded(la, state)
     try:
@@ -158,13 +149,7 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
 
 
 def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature) -> Posterior:
-    """The posterior of a checked state.
-
-    Args:
-        posterior: The former one, of the state's random weights.
-        state: The state.
-        curvature: Its curvature.
-    """
+    """The posterior of a checked state."""
     if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
         posterior = posterior.with_channels(state["channel_dim"])
     to, structure = posterior.hypers.device, posterior.choices.structure
@@ -207,11 +192,7 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """A device by its name.
-
-    Raises:
-        InvalidArgument: No device has this name.
-    """
+    """A device by its name."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -222,12 +203,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def moved_with_model(la: BaseLaplace, device: torch.device | str | None, dtype: torch.dtype | None) -> Posterior:
-    """The posterior elsewhere, after the model was moved there.
-
-    Raises:
-        InvalidArgument: No device, or no dtype.
-        ModelChangedError: The network was changed after `fit`, so that the posterior is not its own any more.
-    """
+    """The posterior elsewhere, after the model was moved there."""
     to = None if device is None else checked_device(device)
     if not isinstance(dtype, torch.dtype | None):
         raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
-    """A copy of a real scalar or of a tensor of at most one dimension, like `like`, with the caller's graph.
-
-    Raises:
-        InvalidType: Neither a real number nor a tensor.
-        InvalidArgument: More than one dimension, or empty.
-    """
+    """A copy of a real scalar or of a tensor of at most one dimension, like `like`, with the caller's graph."""
     if isinstance(value, Tensor):
         if value.ndim > 1 or value.numel() == 0:
             shape = tuple(value.shape)
@@ -46,11 +41,7 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
 
 
 def positive(name: str, value: Tensor) -> Tensor:
-    """The value, if every entry is positive and finite.
-
-    Raises:
-        InvalidArgument: Some entry is not.
-    """
+    """The value, if every entry is positive and finite."""
     plain = value.detach()
     if plain.numel() == 1 and 0 < plain.item() < math.inf:
         return value
@@ -62,11 +53,7 @@ def positive(name: str, value: Tensor) -> Tensor:
 
 
 def finite(name: str, value: Tensor) -> Tensor:
-    """The value, if every entry is finite.
-
-    Raises:
-        InvalidArgument: Some entry is not.
-    """
+    """The value, if every entry is finite."""
     plain = value.detach()
     if not (math.isfinite(plain.item()) if plain.numel() == 1 else bool(plain.isfinite().all())):
         raise InvalidArgument(f"{name} must be finite.")
@@ -74,26 +61,14 @@ def finite(name: str, value: Tensor) -> Tensor:
 
 
 def check_length(name: str, value: Tensor, accepted: dict[str, int]) -> None:
-    """Checks the length of a vector against the accepted ones.
-
-    Raises:
-        InvalidArgument: It is none of them.
-    """
+    """Checks the length of a vector against the accepted ones."""
     if value.numel() not in accepted.values():
         lengths = ", ".join(f"{length} ({what})" for what, length in accepted.items())
         raise InvalidArgument(f"{name} has length {value.numel()}; accepted are {lengths}.")
 
 
 def check_counts(least: int = 1, /, **counts: Any) -> None:
-    """Refuses numbers of samples, steps or data that are none.
-
-    Args:
-        least: The smallest that is accepted.
-        **counts: The numbers, by the names of the caller's arguments.
-
-    Raises:
-        InvalidArgument: One is no integer, or too small.
-    """
+    """Refuses numbers of samples, steps or data that are none."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             accepted = "a positive integer" if least == 1 else f"an integer of at least {least}"
@@ -101,16 +76,7 @@ def check_counts(least: int = 1, /, **counts: Any) -> None:
 
 
 def check_flag(name: str, value: Any, remedy: str) -> None:
-    """Refuses what is neither True nor False.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        remedy: What to do, a sentence.
-
-    Raises:
-        InvalidType: It is something else.
-    """
+    """Refuses what is neither True nor False."""
     if not isinstance(value, Integral | np.bool_):
         raise InvalidType(f"{name} must be True or False; {type(value).__name__} was given. {remedy}")
 
@@ -233,18 +199,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def check_call(
     function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], also: Iterable[str] = ()
 ) -> None:
-    """Checks that a function can be called with arguments.
-
-    Args:
-        function: Its signature counts; the first argument of a method is among `args`.
-        name: Of the function, for the message.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        also: Names that are accepted where the call comes from.
-
-    Raises:
-        InvalidCall: An argument is missing, unknown, or one too many.
-    """
+    """Checks that a function can be called with arguments."""
     if _fit(function, args, kwargs):
         return
     signature = _signature(function)

@@ -32,12 +32,7 @@ LABELS = "labels"
 
 
 def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
-    """Splits a batch of a loader into inputs and targets.
-
-    Raises:
-        InvalidData: A batch of another form.
-        MissingKey: A mapping without the targets' key.
-    """
+    """Splits a batch of a loader into inputs and targets."""
     batch = without_names(unweighed(batch))
     if isinstance(batch, Mapping):
         if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
@@ -124,11 +119,7 @@ def without_key(x: Mapping[Any, Any], key: str | None) -> Mapping[Any, Any]:
 
 
 def inputs(batch: Any) -> Inputs:
-    """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple.
-
-    Raises:
-        InvalidData: A batch of another form.
-    """
+    """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple."""
     batch = without_names(batch)
     if isinstance(batch, Tensor | Mapping) or are_graphs(batch):
         return batch
@@ -171,11 +162,7 @@ def entries(x: Inputs) -> dict[str, Any]:
 
 
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
-
-    Raises:
-        InvalidData: The inputs are neither a tensor nor a container.
-    """
+    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
@@ -206,11 +193,7 @@ def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, A
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs with every tensor on `device`.
-
-    Raises:
-        InvalidData: One is on the meta device.
-    """
+    """Inputs with every tensor on `device`."""
 
     def moved(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -388,11 +371,7 @@ def _whole(model: nn.Module, x: Inputs, error: Exception) -> Any:
 
 
 def latent(output: Any) -> Tensor:
-    """The network's output tensor, out of whatever a model returns (`.logits` of a `ModelOutput`).
-
-    Raises:
-        InvalidData: No tensor can be found.
-    """
+    """The network's output tensor, out of whatever a model returns (`.logits` of a `ModelOutput`)."""
     if isinstance(output, Tensor):
         return output
     logits = part(output, "logits")
@@ -428,11 +407,7 @@ def from_plain(state: Any) -> Inputs:
 
 
 def require_loader(loader: Any, name: str) -> None:
-    """Refuses what cannot be iterated over, and single tensors, whose first dimension would count as batches.
-
-    Raises:
-        InvalidType: It is no loader.
-    """
+    """Refuses what cannot be iterated over, and single tensors, whose first dimension would count as batches."""
     indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well
     if isinstance(loader, Tensor | Mapping | str) or not (isinstance(loader, Iterable) or indexed):
         raise InvalidType(
@@ -442,15 +417,7 @@ def require_loader(loader: Any, name: str) -> None:
 
 
 def require_rereadable(loader: Iterable[Any], reader: str) -> None:
-    """Refuses an iterator where data are read more than once, before a first batch is taken from it.
-
-    Args:
-        loader: Batches.
-        reader: Who reads them how often, for the message.
-
-    Raises:
-        InvalidArgument: The loader can be read only once.
-    """
+    """Refuses an iterator where data are read more than once, before a first batch is taken from it."""
     if isinstance(loader, Iterator):
         raise InvalidArgument(
             f"{reader}, but the loader, a {type(loader).__name__}, can be read only once; give a DataLoader or a list "
@@ -481,12 +448,7 @@ class DataWeights:
 
     @classmethod
     def of(cls, weight_fn: Any, dict_key_weight: Any) -> DataWeights | None:
-        """The weights that the arguments of `fit` ask for; None if all weights are 1.
-
-        Raises:
-            InvalidArgument: Both are given.
-            InvalidType: No function, or no string.
-        """
+        """The weights that the arguments of `fit` ask for; None if all weights are 1."""
         if weight_fn is None and dict_key_weight is None:
             return None
         if weight_fn is not None and dict_key_weight is not None:
@@ -515,12 +477,7 @@ class DataWeights:
         return Weighed(rest, lambda: self._checked(batch, dict_key_y))
 
     def _checked(self, batch: Any, dict_key_y: str) -> Tensor:
-        """Weights of a batch, `[B]`, float64.
-
-        Raises:
-            InvalidData: Another shape, negative weights, NaN or infinite ones.
-            MissingKey: A batch without the key.
-        """
+        """Weights of a batch, `[B]`, float64."""
         x, y = split(batch, dict_key_y)
         given = self.function(x, y) if self.function is not None else self._under_key(batch)
         if not isinstance(given, Tensor):
@@ -541,11 +498,7 @@ class DataWeights:
         return weights
 
     def _under_key(self, batch: Any) -> Any:
-        """Weights under the key of a mapping.
-
-        Raises:
-            MissingKey: There are none.
-        """
+        """Weights under the key of a mapping."""
         names = keys(batch)
         if names is not None and self.key in names:
             return batch[self.key]

@@ -29,11 +29,7 @@ class Conditions:
         self._faults.append(_naming(_BATCH.get(), fault))
 
     def read(self, question: Tensor | None = None) -> bool:
-        """Reads all conditions and the answer to a question, 0-dim, in one transfer; True without a question.
-
-        Raises:
-            Exception: The error of the first condition that failed.
-        """
+        """Reads all conditions and the answer to a question, 0-dim, in one transfer; True without a question."""
         flags, faults = self._flags, self._faults
         self._flags, self._faults = [], []
         self._was_read = True
@@ -76,12 +72,7 @@ _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
 
 def require(holds: Tensor, fault: Fault) -> None:
-    """Raises an error unless every entry is True: at once, or when the conditions of `together` are read.
-
-    Args:
-        holds: Truth values, of any shape.
-        fault: Makes the error.
-    """
+    """Raises an error unless every entry is True: at once, or when the conditions of `together` are read."""
     waiting = _WAITING.get()
     if _UNREAD.get():
         return
@@ -159,11 +150,7 @@ def unread() -> Iterator[None]:
 
 @contextmanager
 def named(batch: str) -> Iterator[None]:
-    """Names the batch that is being read in errors about data.
-
-    Raises:
-        InvalidData: One was raised inside, of the same type; its message begins with `batch`.
-    """
+    """Names the batch that is being read in errors about data."""
     token = _BATCH.set(batch)
     try:
         yield

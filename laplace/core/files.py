@@ -64,12 +64,7 @@ _INSTALL = "needs safetensors: pip install 'laplace-bayes[integrations]' or pip 
 
 @contextmanager
 def replaced(path: Path, new: Path) -> Iterator[Path]:
-    """A file beside another one, whose place it takes at the end of a block; after an error the former one is there.
-
-    Args:
-        path: The file.
-        new: Where the next one is written, in the same folder.
-    """
+    """A file beside another one, whose place it takes at the end of a block; after an error the former one is there."""
     try:
         yield new
         with new.open("rb+") as file:
@@ -87,17 +82,7 @@ def replaced(path: Path, new: Path) -> Iterator[Path]:
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes a value; the file is whole, or the former one.
-
-    Args:
-        path: The file.
-        value: The value; tensors may share memory, and lie anywhere.
-
-    Raises:
-        InvalidType: Something in the value is of another type.
-        MissingDependency: safetensors is not installed.
-        StateError: The file could not be written.
-    """
+    """Writes a value; the file is whole, or the former one."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -118,13 +103,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The value that was written, with tensors on the CPU that are copies of what is in the file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        MissingDependency: safetensors is not installed.
-        StateError: It is no file that `write` wrote, of another version, or damaged.
-    """
+    """The value that was written, with tensors on the CPU that are copies of what is in the file."""
     path = Path(path)
     if path.is_dir():
         raise StateError(f"{str(path)!r} is a folder; laplace.checkpoint.load(la, path) reads what is in one.")
@@ -171,16 +150,7 @@ def _metadata(text: str, tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON says it, exactly; tensors are added to others, by name.
-
-    Args:
-        value: The value.
-        name: Where it is.
-        tensors: Those that were found so far; those of the value are added.
-
-    Raises:
-        InvalidType: It is of a type that cannot be written.
-    """
+    """A value as JSON says it, exactly; tensors are added to others, by name."""
     match value:
         case None | bool():
             return value
@@ -233,16 +203,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value that `encoded` was given.
-
-    Args:
-        value: What it gave, from a file that anybody may have written.
-        tensors: The tensors, by name.
-
-    Raises:
-        StateError: It gave no such thing.
-        KeyError: A tensor is missing.
-    """
+    """The value that `encoded` was given."""
     match value:
         case {"$float": str(text)}:
             return float(text)

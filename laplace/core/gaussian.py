@@ -46,9 +46,6 @@ def scaled_root(covariance: Tensor) -> Tensor:
     R = D (D⁻¹ Σ D⁻¹)^½ with D² = diag Σ + 1e-7 · mean(diag Σ): each output is exact in units of its own standard
     deviation, unless that is far below the others. Always exists: negative eigenvalues count as zero. Any derivative
     exists; in directions without variance it is 0.
-
-    Args:
-        covariance: Finite; its symmetric part is used.
     """
     wide = widened(covariance)
     size = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]  # in units of it nothing overflows
@@ -239,11 +236,7 @@ class Gaussian:
 
 
 def sample_moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
-
-    Raises:
-        InvalidArgument: One sample, which has no variance.
-    """
+    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`."""
     if len(samples) < 2:
         raise InvalidArgument("n_samples=1: the variance of a sampled prediction needs at least 2 samples.")
     return samples.mean(0), samples.var(0)
@@ -254,12 +247,6 @@ def covariance_root(covariance: Tensor) -> Tensor:
 
     Where outputs are independent by structure, as under a diagonal posterior of a last layer, no covariance is other
     than zero: the same root is then known without a decomposition.
-
-    Args:
-        covariance: `[..., C, C]`; its symmetric part is used, negative eigenvalues count as zero.
-
-    Raises:
-        CurvatureError: An entry is NaN or infinite.
     """
     _check_finite(covariance)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
@@ -288,11 +275,7 @@ def _check_finite(covariance: Tensor) -> None:
 
 
 def normal_of(gaussian: Gaussian) -> Normal | MultivariateNormal:
-    """A Gaussian over rows as a distribution of PyTorch.
-
-    Raises:
-        CurvatureError: Its covariance is singular.
-    """
+    """A Gaussian over rows as a distribution of PyTorch."""
     positions = gaussian.positions
     if gaussian.is_diagonal:
         scale = gaussian.covariance.clamp(min=torch.finfo(gaussian.mean.dtype).tiny).sqrt()

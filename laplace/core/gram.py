@@ -161,11 +161,6 @@ def convolutions_are_fast(x: Tensor, n_terms: int, *channels: int) -> bool:
 
     That holds of PyTorch's float32 kernels on x86, which read every number from a cache and know the widest vectors of
     a processor. The others, of which some are slow, are not asked.
-
-    Args:
-        x: Images, or gradients of the convolution's outputs.
-        n_terms: Positions that every sum is over.
-        channels: Numbers of channels, of a group.
     """
     x86 = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
     x86 = x86 and torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -53,11 +53,7 @@ class Layout:
         return vector.split(list(self.sizes), dim=-1)
 
     def checked(self, vector: Tensor) -> Tensor:
-        """A vector `[..., P]`; one number would be spread to all entries.
-
-        Raises:
-            InvalidArgument: Another length.
-        """
+        """A vector `[..., P]`; one number would be spread to all entries."""
         if vector.ndim == 0 or vector.shape[-1] != self.n_params:
             raise InvalidArgument(
                 f"value has shape {list(vector.shape)}; it must be [..., P] with P = {self.n_params}."

@@ -19,15 +19,11 @@ def at(module: str, names: str | Iterable[str]) -> dict[str, str]:
 
 
 def imported(target: str) -> Any:
-    """The object at `"real.module:attribute"`, whose module is imported if it was not yet.
-
-    Raises:
-        ImportError: It cannot be; an `AttributeError` from within would be taken for that of a name that is not there.
-    """
+    """The object at `"real.module:attribute"`, whose module is imported if it was not yet."""
     where, _, attribute = target.partition(":")
     try:
         return getattr(import_module(where), attribute)
-    except AttributeError as error:
+    except AttributeError as error:  # which would be taken for that of a name that is not there
         raise ImportError(f"{target} cannot be imported: {error}", name=where) from error
 
 
@@ -60,11 +56,6 @@ def attached(
     """`__getattr__` and `__dir__` of a module: what is read once stays in it.
 
     Nothing is locked here: threads that read a name at once get one object, by the import system's own locks.
-
-    Args:
-        module: Its name.
-        targets: Its names.
-        is_submodule: Whether another name is that of a submodule.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807  (the name that PEP 562 gives it)

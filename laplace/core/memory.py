@@ -57,9 +57,6 @@ def in_slices(count: int, at_once: int, compute: Callable[[slice], _T], unit: Un
 
     Yields:
         A slice, and what was computed for it.
-
-    Raises:
-        OutOfMemory: Memory does not hold a single piece.
     """
     start, warned = 0, False
     while start < count:
@@ -176,9 +173,6 @@ def _group_files(groups: str) -> Iterator[tuple[str, str, str, str]]:
     """Files of every group that holds the process, from its own to the root: limit, use, statistics.
 
     With them comes what the names in the statistics begin with.
-
-    Args:
-        groups: /proc/self/cgroup: lines `number:controllers:path`, of version 2 `0::path`.
     """
     for line in groups.splitlines():
         _, _, rest = line.partition(":")

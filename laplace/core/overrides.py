@@ -149,15 +149,7 @@ def _owner(cls: type, name: str) -> type | None:
 
 
 def check_class(cls: type, root: type) -> None:
-    """Remembers a class of the library; refuses one of a user's that would be ignored in part.
-
-    Args:
-        cls: The new class, derived from `root`.
-        root: `BaseLaplace`.
-
-    Raises:
-        UnsupportedError: It overrides a private hook, which would have no effect.
-    """
+    """Remembers a class of the library; refuses one of a user's that would be ignored in part."""
     if is_ours(cls):
         setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return

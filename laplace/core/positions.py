@@ -42,16 +42,7 @@ class OutputRows:
 
 
 def require_none(positions: tuple[int, ...], what: str, instead: str) -> None:
-    """Raises for outputs with positions.
-
-    Args:
-        positions: Those of the outputs.
-        what: Words for what takes none, with its argument.
-        instead: Words for what does.
-
-    Raises:
-        UnsupportedError: There are some.
-    """
+    """Raises for outputs with positions."""
     if positions:
         raise UnsupportedError(
             f"{what} takes outputs [B, C], but those of the network have positions, {list(positions)} (tokens or "
@@ -73,11 +64,7 @@ class ChannelsLast:
     channel_dim: int
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
-        """The outputs as `[B, *positions, C]`.
-
-        Raises:
-            InvalidArgument: The outputs have no such dimension, or it is that of the data.
-        """
+        """The outputs as `[B, *positions, C]`."""
         f = batches.latent(self.forward_fn(model, x))
         if not -f.ndim < self.channel_dim < f.ndim:
             raise InvalidArgument(
@@ -88,12 +75,7 @@ class ChannelsLast:
 
 
 def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn | None:
-    """The way of calling a model whose channels are in `channel_dim`; as it is where they are last, or not known.
-
-    Raises:
-        InvalidType: No function, or no integer.
-        InvalidArgument: Dimension 0, that of the data.
-    """
+    """The way of calling a model whose channels are in `channel_dim`; as it is where they are last, or not known."""
     if forward_fn is not None and not callable(forward_fn):
         raise InvalidType(f"forward_fn={forward_fn!r}; a function is accepted, forward_fn=lambda model, x: model(x).")
     if channel_dim is None:
@@ -114,13 +96,6 @@ def channel_of(f: Tensor, y: Tensor) -> int | None:
     """The dimension of a network's outputs that holds the classes, as the shape of labels says: 1 or −1.
 
     PyTorch's losses take labels `[B, H, W]` of outputs `[B, C, H, W]`; language models give `[B, T, C]`.
-
-    Args:
-        f: Outputs as the network gives them.
-        y: Their targets; None is returned where they are no labels of positions.
-
-    Raises:
-        InvalidData: Labels that fit both readings.
     """
     if f.ndim < 3 or y.is_floating_point():
         return None
@@ -139,16 +114,7 @@ def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
 
 
 def as_rows(f: Tensor, y: Tensor, channel_dim: int | None) -> tuple[Tensor, Tensor]:
-    """A network's outputs and their targets as rows: `[B·T, C]`, with labels `[B·T]` or values `[B·T, C]`.
-
-    Args:
-        f: Outputs as the network gives them.
-        y: Targets.
-        channel_dim: Where the outputs have their channels; None for what the labels say.
-
-    Raises:
-        InvalidData: Targets of another shape.
-    """
+    """A network's outputs and their targets as rows: `[B·T, C]`, with labels `[B·T]` or values `[B·T, C]`."""
     if f.ndim <= 2:
         return f, y
     channel_dim = (channel_of(f, y) or -1) if channel_dim is None else channel_dim
@@ -187,9 +153,6 @@ def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: i
         f: Outputs, `[B·T, C]`.
         positions: The dimensions whose product is T; empty for outputs `[B, C]`.
         channel_dim: Where the network's outputs have their channels.
-
-    Raises:
-        InvalidData: Another shape.
     """
     if not positions or not isinstance(y, Tensor):
         return y
@@ -245,16 +208,7 @@ class OutputChoice:
 
     @classmethod
     def of(cls, given: Given, channel_dim: int = -1) -> OutputChoice | None:
-        """The choice that was asked for; None for all outputs.
-
-        Args:
-            given: As users give it.
-            channel_dim: Where the network's outputs, and indices of each row, have their channels.
-
-        Raises:
-            InvalidType: No integers.
-            InvalidArgument: No outputs, or a number below 1.
-        """
+        """The choice that was asked for; None for all outputs."""
         if given is None:
             return None
         if isinstance(given, int | Integral):  # NumPy's, too
@@ -277,9 +231,6 @@ class OutputChoice:
             f: Means of all outputs of these rows, `[n, C]`.
             positions: Of outputs with positions, their dimensions.
             start: The first row.
-
-        Raises:
-            InvalidArgument: Indices of other rows, that are no outputs or not distinct, or more than there are.
         """
         n_outputs = f.shape[1]
         if self.indices is None:
@@ -295,31 +246,19 @@ class OutputChoice:
         return indices.clamp(0, n_outputs - 1).expand(len(f), -1)
 
     def picked(self, rows: OutputRows) -> OutputRows:
-        """The chosen outputs of rows `[*lead, B·T, C]`: of several, as of samples, the largest are those of their mean.
-
-        Raises:
-            InvalidArgument: As of `at`.
-        """
+        """The chosen outputs of rows `[*lead, B·T, C]`; of several, as of samples, the largest of their mean."""
         values = rows.values
         indices = self.at(values.flatten(0, -3).mean(0) if values.ndim > 2 else values, rows.positions)
         self.require_all(len(indices))
         return OutputRows(values.gather(-1, indices.expand(*values.shape[:-1], -1)), rows.positions, indices)
 
     def require_all(self, n_rows: int) -> None:
-        """Raises unless the indices are of so many rows.
-
-        Raises:
-            InvalidArgument: They are of more.
-        """
+        """Raises unless the indices are of so many rows."""
         if self.indices is not None and not self.is_shared and len(self.indices) != n_rows:
             raise self._of_other_rows(f"{n_rows} rows")
 
     def noise(self, sigma: Tensor) -> Tensor:
-        """Σ of the chosen outputs, 0-dim or `[K]`, of a noise 0-dim or `[C]`.
-
-        Raises:
-            InvalidArgument: Rows have outputs of their own, and these have noises of their own.
-        """
+        """Σ of the chosen outputs, 0-dim or `[K]`, of a noise 0-dim or `[C]`."""
         if sigma.ndim == 0:
             return sigma
         if self.indices is None or not self.is_shared:

@@ -42,12 +42,6 @@ def root_dtype(dtype: torch.dtype, largest: float, smallest: float, device: torc
 
     Rounding is ε |L| |φ| ≤ ε |φ| / √λmin, and |v| ≥ |φ| / √λmax, so that the relative error is ε √(λmax / λmin): the
     square root of what is lost in φᵀ P⁻¹ φ.
-
-    Args:
-        dtype: Of the posterior.
-        largest: Upper bound of the eigenvalues of P.
-        smallest: Lower bound of them.
-        device: Where it is.
     """
     precise = smallest > 0 and torch.finfo(dtype).eps * (largest / smallest) ** 0.5 <= _ROOT_ERROR
     return dtype if precise else wide_dtype(device)

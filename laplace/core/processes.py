@@ -58,11 +58,7 @@ class Processes:
 
     @classmethod
     def of(cls, group: Any) -> Processes | None:
-        """Those of a group that a user gives; None for this process alone.
-
-        Raises:
-            InvalidType: It is no process group, or this process is not in it.
-        """
+        """Those of a group that a user gives; None for this process alone."""
         if group is None:
             return None
         if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
@@ -83,11 +79,7 @@ class Processes:
         return self.group.rank()
 
     def joined(self, given: Processes | None) -> Processes:
-        """These processes, if they are those that a user gives for work with a network that is spread over them.
-
-        Raises:
-            InvalidArgument: They are others, or none were given.
-        """
+        """These processes, if they are those that a user gives for work with a network that is spread over them."""
         own = distributed.get_process_group_ranks(self.group)
         if given is None or distributed.get_process_group_ranks(given.group) != own:
             raise InvalidArgument(
@@ -108,9 +100,6 @@ class Processes:
         Args:
             attempt: Work of this process whose result can be pickled, without collective calls but for those that
                 `in_step` goes before, in `passing`.
-
-        Raises:
-            ProcessError: Others failed; the message says which, and why. A process that fails raises its own error.
         """
         own: Exception | None = None
         alone: list[str] = []
@@ -131,15 +120,7 @@ class Processes:
         return _values(outcomes)
 
     def in_step(self, step: str, value: Any = None) -> list[Any]:
-        """A value of every process, all of which are about to take the same step of work that needs all of them.
-
-        Args:
-            step: Words for the step, such as a forward pass of a network that is spread over the processes.
-            value: What each of them takes it with.
-
-        Raises:
-            ProcessError: Others take another step, have failed, or are at the end of their work.
-        """
+        """A value of every process, all of which are about to take the same step of work that needs all of them."""
         return _values(self.gathered(_Word(pickle.dumps(value), step=step)))
 
     @contextmanager
@@ -193,11 +174,7 @@ class Processes:
 
 
 def _values(words: Sequence[_Word]) -> list[Any]:
-    """Values of all processes, if all are well and take the same step.
-
-    Raises:
-        ProcessError: They do not.
-    """
+    """Values of all processes, if all are well and take the same step."""
     failed = {rank: word.error for rank, word in enumerate(words) if word.error is not None}
     if failed:
         first, message = next(iter(failed.items()))

@@ -15,13 +15,7 @@ def known_length(loader: Iterable[Any]) -> int | None:
 
 
 class DataBar:
-    """A progress bar that counts data; its total follows from the number of batches, where the loader knows that.
-
-    Args:
-        label: Words beside it.
-        loader: Batches.
-        shown: Whether it is seen.
-    """
+    """A progress bar that counts data; its total follows from the number of batches, where the loader knows that."""
 
     def __init__(self, label: str, loader: Iterable[Any], *, shown: bool) -> None:
         self.n_batches = known_length(loader)
@@ -29,12 +23,7 @@ class DataBar:
         self._batches = 0
 
     def add(self, n_data: int, *, done: bool = False) -> None:
-        """Counts a batch.
-
-        Args:
-            n_data: Number of its data.
-            done: Whether its work was done by an earlier process, so that it says nothing of the rate.
-        """
+        """Counts a batch."""
         bar = self._bar
         if bar is None:
             return

@@ -24,11 +24,7 @@ _LARGEST_RATE = 1e30
 
 
 def check_generator(generator: torch.Generator | None) -> None:
-    """Checks a source of randomness.
-
-    Raises:
-        InvalidType: It is no `torch.Generator`.
-    """
+    """Checks a source of randomness."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InvalidType(f"generator must be a torch.Generator; {type(generator).__name__} was given.")
 
@@ -46,14 +42,7 @@ def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Gener
 def standard_normal_parts(
     n: int, shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None
 ) -> Iterator[Tensor]:
-    """Independent N(0, 1) numbers `[n, *shape]` in consecutive parts of n, whose sizes follow from the shape alone.
-
-    Args:
-        n: Number of draws.
-        shape: Of each draw.
-        like: Device and dtype.
-        generator: Source of randomness; the global one if None.
-    """
+    """Independent N(0, 1) numbers `[n, *shape]` in consecutive parts of n, whose sizes follow from the shape alone."""
     most = _AT_ONCE // max(1, math.prod(shape))
     at_once = most // _ALIGNED * _ALIGNED or max(1, most)
     start = 0
@@ -79,11 +68,7 @@ def another(generator: torch.Generator | None) -> torch.Generator | None:
 
 @contextmanager
 def global_numbers(generator: torch.Generator | None) -> Iterator[None]:
-    """Global random numbers that follow a source of randomness, for code that takes none; the global state is kept.
-
-    Args:
-        generator: The source; None leaves the global one as it is.
-    """
+    """Global random numbers that follow a source of randomness, for code that takes none; the global state is kept."""
     if generator is None:
         yield
         return

@@ -126,11 +126,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, key: Any) -> Cell:
-        """The cell that a class names as its `_key`.
-
-        Raises:
-            InvalidArgument: It is neither a pair nor a triple of names.
-        """
+        """The cell that a class names as its `_key`."""
         if not isinstance(key, tuple) or len(key) not in (2, 3) or not all(isinstance(name, str) for name in key):
             raise InvalidArgument(
                 f"_key={key!r} names no cell; give (subset_of_weights, hessian_structure), such as ('all', 'mine'), or "
@@ -146,11 +142,7 @@ class KeyedClasses(Generic[T]):
         self._classes: dict[Cell, list[weakref.ref[type[T]]]] = {}
 
     def add(self, key: Any, cls: type[T]) -> None:
-        """Files a class under its `_key`.
-
-        Raises:
-            InvalidArgument: The key names no cell.
-        """
+        """Files a class under its `_key`."""
         cell = Cell.of(key)
         living = [ref for ref in self._classes.get(cell, []) if ref() is not None]
         self._classes[cell] = [*living, weakref.ref(cls)]

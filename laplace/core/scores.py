@@ -228,14 +228,7 @@ def _steps(sums: Tensor) -> Tensor:
 def calibrated_draws(
     confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Calibration errors and accuracies, `[R]` each, float64, of rows that are right with the probability they have.
-
-    Args:
-        confidence: Probabilities of the predicted classes, `[N]`.
-        n_bins: Bins of equal width.
-        n_draws: Number of times R that it is drawn which of them are right.
-        generator: Source of randomness; None for seed 0.
-    """
+    """Calibration errors and accuracies, `[R]` each, float64, of rows that are right with the probability they have."""
     source = torch.Generator().manual_seed(0) if generator is None else generator
     ranking = Ranking.of(confidence, torch.ones_like(confidence))
     errors, accuracies = [], []

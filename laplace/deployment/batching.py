@@ -65,9 +65,6 @@ class AnySize:
             pair: The graphs of both sizes, without operations in place.
             names: Of the inputs.
             batched: Which input has the data in its first dimension.
-
-        Raises:
-            UnsupportedError: The graphs differ in more than numbers of data.
         """
         first, second = (list(module.graph.nodes) for module in pair)
         if [_kind(node) for node in first] != [_kind(node) for node in second]:
@@ -145,11 +142,7 @@ class AnySize:
         self._nodes[node] = self._graph.call_function(aten.matmul.default, factors)
 
     def _draw(self, node: fx.Node, shape: tuple[Any, ...]) -> None:
-        """Numbers that are drawn: those of one datum, repeated for every one.
-
-        Raises:
-            UnsupportedError: They are not standard normal.
-        """
+        """Numbers that are drawn: those of one datum, repeated for every one."""
         like = output(node)
         if getattr(node.target, "overloadpacket", None) is not aten.randn or like is None:
             raise UnsupportedError(

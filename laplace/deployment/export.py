@@ -50,11 +50,7 @@ class Example:
 
     @classmethod
     def of(cls, x: Inputs) -> Example:
-        """Inputs with at least one datum.
-
-        Raises:
-            InvalidData: There is none, or a key is no name of an argument.
-        """
+        """Inputs with at least one datum."""
         n_data = batches.size(x, "")
         if n_data == 0:
             raise InvalidData("example_x holds no data; give a batch of at least one datum.")
@@ -85,10 +81,6 @@ def exported(
         example_x: Inputs of at least one datum.
         generator: Source of the numbers that are stored; None for the global one.
         options: Of the prediction.
-
-    Raises:
-        UnsupportedError: The prediction is no graph of operations, or the module is not the prediction.
-        InvalidData: Inputs without data, or with keys that are no names.
     """
     if options.get("group_size") not in (None, 1):
         raise UnsupportedError(
@@ -155,11 +147,7 @@ def _compared(example: Example, *, apart: bool) -> list[Inputs]:
 
 
 def _require_equal(actual: Any, expected: Any) -> None:
-    """Requires that tensors, or pairs of them, differ by no more than their rounding.
-
-    Raises:
-        UnsupportedError: They differ by more.
-    """
+    """Requires that tensors, or pairs of them, differ by no more than their rounding."""
     pairs = zip(*(value if isinstance(value, tuple) else (value,) for value in (actual, expected)), strict=True)
     for a, b in pairs:
         scale = b.detach().abs().amax().clamp(min=torch.finfo(b.dtype).tiny)
@@ -173,11 +161,7 @@ def _require_equal(actual: Any, expected: Any) -> None:
 
 
 def _argument_names(x: Inputs) -> tuple[str, ...]:
-    """Names of the tensors among the inputs, as arguments: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple.
-
-    Raises:
-        InvalidData: A key is no name.
-    """
+    """Names of the tensors among the inputs, as arguments: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple."""
     if batches.keys(x) is None:
         return ("x",) if isinstance(x, Tensor) else tuple(f"x{i}" for i in range(len(batches.tensors(x))))
     given: Any = x

@@ -25,10 +25,6 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMo
     Args:
         function: Takes the inputs, returns tensors.
         inputs: Of the sizes that the graph is for.
-
-    Raises:
-        RuntimeError: What the function runs depends on the numbers in its inputs.
-        UnsupportedError: A shape does.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # which imports a computer algebra system
 
