@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from laplace import state
-from laplace.core.files import digest
+from laplace.core import nested
 from laplace.core.layout import Layout
 from laplace.core.memory import ran_out
+from laplace.core.nested import digest
 from laplace.core.processes import Processes
 from laplace.errors import ProcessError, StateError, UnsupportedError
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
-from laplace.structures import fields
 from laplace.structures.base import Curvature
 from laplace.structures.sharded import ShardedCurvature, placed, separation_of
 from laplace.weights.problem import Problem
@@ -59,7 +59,7 @@ def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
         )
     states = {} if curvature.own is None else _unit_states(curvature.own, curvature.tensors, curvature.layout)
     processes = curvature.processes
-    forms = processes.agreed(lambda: {unit: fields.form_of(part) for unit, part in states.items()})
+    forms = processes.agreed(lambda: {unit: nested.form_of(part) for unit, part in states.items()})
     entries = {name: tensor for unit, part in states.items() for name, tensor in _named(unit, part)}
     if processes.rank == 0:
         units = [[list(unit), form] for some in forms for unit, form in some.items()]
@@ -200,7 +200,7 @@ class _Files:
 
     def states(self, forms: Mapping[Unit, Any], device: torch.device) -> dict[Unit, Any]:
         """The states of units of these forms."""
-        states = {unit: fields.zeros_of(form, device) for unit, form in forms.items()}
+        states = {unit: nested.zeros_of(form, device) for unit, form in forms.items()}
         entries = {name: tensor for unit, part in states.items() for name, tensor in _named(unit, part)}
         if entries:
             self._read(entries)
@@ -226,7 +226,7 @@ def _unit_states(own: Curvature, tensors: Sequence[int], layout: Layout) -> dict
 
 def _named(unit: Unit, part: Any) -> list[tuple[str, Tensor]]:
     """Floating point tensors of a unit's state, by the names of their entries."""
-    return [(f"H.{unit[0]}.{name}", tensor) for name, tensor in fields.named_tensors(part)]
+    return [(f"H.{unit[0]}.{name}", tensor) for name, tensor in nested.named_tensors(part)]
 
 
 def _packed(value: Any) -> Tensor:

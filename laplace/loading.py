@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace.core import files
+from laplace.core import nested
 from laplace.core.memory import ran_out
 from laplace.core.registry import Cell
 from laplace.errors import InvalidArgument, InvalidCall, InvalidType, LaplaceError, StateError
@@ -59,7 +59,7 @@ def load(
     """
     if isinstance(path, nn.Module):
         raise InvalidType(f"path is a {type(path).__name__}; the file comes first: laplace.load(path, model).")
-    saved = files.read(path)
+    saved = nested.read(path)
     with _told(path):
         recipe, state = saved["recipe"], saved["state"]
         parts = recipe["components"] if "components" in recipe else [recipe]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from laplace.base import BaseLaplace
-from laplace.core import files
+from laplace.core import nested
 from laplace.core.arguments import check_flag
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
@@ -122,7 +122,7 @@ class Saved(ABC):
                 "data: use 'kron', 'diag', 'full' or another structure that sums over the data, or accept them by "
                 "inputs=True."
             )
-        files.write(path, {"recipe": self._recipe, "state": self.state_dict()})
+        nested.write(path, {"recipe": self._recipe, "state": self.state_dict()})
 
 
 def outline(model: nn.Module) -> dict[str, str]:
@@ -163,7 +163,7 @@ def _is_options(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """True if a file can hold a value."""
     try:
-        files.encoded(value, "", {})
+        nested.encoded(value, "", {})
     except InvalidType:
         return False
     return True

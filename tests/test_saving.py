@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 import laplace
 from laplace import KronLaplace, Laplace, MixtureLaplace, OnlineLaplace, VaLLA
-from laplace.core import files
+from laplace.core import nested
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.enums import FeatureReduction, Likelihood
 from laplace.errors import InvalidCall, InvalidType, MissingDependency, NotFittedError, StateError, UnsupportedError
@@ -471,10 +471,10 @@ def test_a_loaded_posterior_does_not_change_with_its_file(path: Path) -> None:
 
 def forged(path: Path, change: Any) -> None:
     """A file whose value was changed, with the digest that belongs to it."""
-    metadata, tensors = files._contents(path)
+    metadata, tensors = nested._contents(path)
     text = change(metadata["laplace"])
     text = text if isinstance(text, str) else json.dumps(text)
-    save_file(tensors, path, files._metadata(text, tensors))
+    save_file(tensors, path, nested._metadata(text, tensors))
 
 
 def with_recipe(**changes: Any) -> Any:
@@ -569,21 +569,21 @@ def assert_equal(value: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_come_back_exactly(name: str, path: Path) -> None:
-    files.write(path, VALUES[name])
-    assert_equal(VALUES[name], files.read(path))
+    nested.write(path, VALUES[name])
+    assert_equal(VALUES[name], nested.read(path))
 
 
 def test_the_order_in_memory_comes_back(path: Path) -> None:
     """Sums of products depend on it, to the bit."""
     tensors = [SHARED.T, SHARED.reshape(2, 2, 6).permute(2, 0, 1)]
-    files.write(path, tensors)
-    assert [tensor.stride() for tensor in files.read(path)] == [tensor.stride() for tensor in tensors]
+    nested.write(path, tensors)
+    assert [tensor.stride() for tensor in nested.read(path)] == [tensor.stride() for tensor in tensors]
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, torch.float32, {"a": [nn.Linear(1, 1)]}, lambda: None])
 def test_other_values_are_refused(value: Any, path: Path) -> None:
     with pytest.raises(InvalidType, match="without a pickle"):
-        files.write(path, value)
+        nested.write(path, value)
     assert not path.exists()
 
 
@@ -593,7 +593,7 @@ def test_the_metadata_says_what_the_file_is(path: Path) -> None:
     with safe_open(path, "pt") as file:
         metadata, names = file.metadata(), set(file.keys())
     recipe = json.loads(metadata["laplace"])["recipe"]
-    assert (metadata["format"], metadata["laplace_format"]) == ("pt", files.VERSION)
+    assert (metadata["format"], metadata["laplace_format"]) == ("pt", nested.VERSION)
     assert recipe["cell"][:2] == ["all", "kron"] and recipe["arguments"]["damping"] is True
     assert {"state.mean", "state.prior_precision"} < names
 

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.files import digest
 from laplace.core.layout import Layout
+from laplace.core.nested import digest, has_room
 from laplace.core.overrides import EVIDENCE, POSTERIOR
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
@@ -30,7 +30,6 @@ from laplace.fitting.checks import NO_DATA
 from laplace.network.watch import checksums, same_sums
 from laplace.posterior.posterior import Posterior
 from laplace.structures.base import DataPass
-from laplace.structures.fields import has_room
 from laplace.structures.fit import Fit
 from laplace.structures.sharded import ShardedCurvature
 

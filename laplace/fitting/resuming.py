@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from laplace.core import batch as batches
-from laplace.core import files
+from laplace.core import nested
 from laplace.core.batch import Inputs
-from laplace.core.files import digest
 from laplace.core.memory import ran_out
+from laplace.core.nested import digest
 from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError
 from laplace.fitting.processes import FitDescription
-from laplace.structures import fields
 
 # Checkpoints: a fit between two batches, in a file that is replaced at once or not at all.
 
@@ -63,8 +62,8 @@ class Checkpoint:
 
 def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint in the place of the former one, which stays whole until the new one is."""
-    state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
-    with files.replaced(path, _new(path)) as new, new.open("wb") as file:
+    state = {"version": _VERSION, "account": account, "checkpoint": nested.state_of(checkpoint)}
+    with nested.replaced(path, _new(path)) as new, new.open("wb") as file:
         torch.save(state, file)
 
 
@@ -74,9 +73,9 @@ def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if fields.entries(state).keys() != _KEYS or state["version"] != _VERSION:
+        if nested.entries(state).keys() != _KEYS or state["version"] != _VERSION:
             raise StateError("it holds something else, or is of another version.")
-        return state["account"], fields.from_state(Checkpoint, fields.move(state["checkpoint"], device, None))
+        return state["account"], nested.from_state(Checkpoint, nested.move(state["checkpoint"], device, None))
     except Exception as error:
         if ran_out(error):
             raise
@@ -173,7 +172,7 @@ class Resumable:
     def go_on_as(self, description: FitDescription) -> None:
         """Takes the description of the fit for its file; of a file that is there it must be the same one."""
         if self.former is not None:
-            former = fields.from_state(FitDescription, self.former)
+            former = nested.from_state(FitDescription, self.former)
             difference, _ = description.difference(former, "the fit in the file")
             if difference:
                 raise self.refusal(difference)
@@ -181,7 +180,7 @@ class Resumable:
                 raise self.refusal("makes other parameters random than the fit in the file")
             if description.channel_dim != former.channel_dim:
                 raise self.refusal("reads the outputs' channels in another dimension than the fit in the file")
-        self.account = fields.state_of(description)
+        self.account = nested.state_of(description)
 
     def refusal(self, difference: str) -> StateError:
         """The error of a fit that is not that of the file."""

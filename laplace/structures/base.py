@@ -12,19 +12,18 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.core import checks
+from laplace.core import checks, nested
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.core.nested import move
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.structures import fields
 from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
-from laplace.structures.fields import move
 from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
 
 C = TypeVar("C", bound="Curvature")
@@ -291,7 +290,7 @@ class Curvature(ABC):
 
         The length of the first tensor among the fields, unless a structure says otherwise.
         """
-        return len(next(tensor for _, tensor in fields.named_tensors(self)))
+        return len(next(tensor for _, tensor in nested.named_tensors(self)))
 
     @property
     def share(self) -> float:
@@ -326,12 +325,12 @@ class Curvature(ABC):
 
     def state(self) -> dict[str, Any]:
         """Everything that `from_state` needs: tensors, numbers and strings."""
-        return fields.state_of(self)
+        return nested.state_of(self)
 
     @classmethod
     def from_state(cls: type[C], state: dict[str, Any]) -> C:
         """The curvature of a saved state."""
-        return fields.from_state(cls, state)
+        return nested.from_state(cls, state)
 
     def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
         """The same on another device, or in another dtype; sums that are wide stay so."""
@@ -409,7 +408,7 @@ class AdditiveCurvature(Curvature):
 
     def is_finite(self) -> Tensor | bool:
         """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
-        return fields.is_finite(self)
+        return nested.is_finite(self)
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
@@ -434,25 +433,25 @@ class _SumPass(DataPass):
     def sums(self) -> dict[str, Tensor]:
         # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
         self.total = self._read().kept(additive=True)
-        return dict(fields.named_tensors(self.total.state()))
+        return dict(nested.named_tensors(self.total.state()))
 
     def is_symmetric(self, tensor: Tensor) -> bool:
         least = self.structure.matrix_dims
         return least is not None and tensor.ndim >= least
 
     def form(self) -> Any:
-        return fields.form_of(self._read().kept(additive=True).state())
+        return nested.form_of(self._read().kept(additive=True).state())
 
     def make_room(self, form: Any) -> None:
-        zeros = self.structure.from_state(fields.zeros_of(form, self.engine.problem.device))
+        zeros = self.structure.from_state(nested.zeros_of(form, self.engine.problem.device))
         self.total = zeros if self.total is None else self.total.kept(additive=True) + zeros
 
     def state(self) -> dict[str, Any]:
-        return {"total": fields.state_of(self.total)}  # by its fields: `Curvature.state` is of a sum that is complete
+        return {"total": nested.state_of(self.total)}  # by its fields: `Curvature.state` is of a sum that is complete
 
     def resumed(self, state: Mapping[str, Any]) -> DataPass:
         total = state["total"]
-        self.total = None if total is None else fields.from_state(self.structure, total)
+        self.total = None if total is None else nested.from_state(self.structure, total)
         return self
 
     def finish(self) -> AdditiveCurvature:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import ASSIGNED, KronParts, n_entries
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.structures import fields
 from laplace.weights.problem import ParameterSlice, Problem
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class KronByHand(ByHand):
             copies = [[_product(*pair).clone() for pair in zip(*block, strict=True)] for block in pairs]
         else:
             copies = [[factor.clone() for factor in block] for block in H.kfacs]
-        return fields.state_of(KronParts.of(copies, n_data or 1, ASSIGNED))
+        return nested.state_of(KronParts.of(copies, n_data or 1, ASSIGNED))
 
 
 class AnyByHand(ByHand):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
@@ -21,7 +22,7 @@ from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import fields, linalg
+from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, other_structure
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature, FullPrecision
@@ -100,7 +101,7 @@ class DenseDefaults(Curvature):
         """Every number in the fields times the factor, where that scales the matrix."""
         matrix = self.to_dense()
         self.require_dense("scaled", matrix.shape[-1])
-        result = fields.mapped(self, lambda tensor: factor * tensor)
+        result = nested.mapped(self, lambda tensor: factor * tensor)
         self._check_linear("scaled", result.to_dense() - factor * matrix, matrix)
         return result
 
@@ -111,7 +112,7 @@ class DenseDefaults(Curvature):
         matrix, other = self.to_dense(), removed.to_dense()
         self.require_dense("minus", matrix.shape[-1])
         linalg.remaining_matrix(matrix, other, signed=signed)  # refuses a difference that is indefinite
-        result = self + fields.mapped(removed, lambda tensor: -tensor)
+        result = self + nested.mapped(removed, lambda tensor: -tensor)
         self._check_linear("minus", result.to_dense() - (matrix - other), matrix)
         return result
 

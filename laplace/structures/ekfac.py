@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
@@ -27,7 +28,6 @@ from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import fields
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -69,11 +69,11 @@ class Correction(DataPass):
         return those_known(corrected=self.corrected)
 
     def form(self) -> Any:
-        return fields.form_of(self.sums())
+        return nested.form_of(self.sums())
 
     def make_room(self, form: Any) -> None:
         if self.corrected is None:
-            self.corrected = fields.zeros_of(form, self.engine.problem.device)["corrected"]
+            self.corrected = nested.zeros_of(form, self.engine.problem.device)["corrected"]
 
     def read(self) -> Tensor:
         """The diagonals of all data, `[E, n]`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
@@ -28,7 +29,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import fields, linalg
+from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
@@ -569,12 +570,12 @@ class KronCurvature(AdditiveCurvature):
         )
 
     def state(self) -> dict[str, Any]:
-        state = fields.state_of(without_rows(self.parts))
+        state = nested.state_of(without_rows(self.parts))
         return {name: part for name, part in state.items() if part or name != "thin"}  # as before there were any
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> KronCurvature:
-        return cls(fields.from_state(KronParts, state))
+        return cls(nested.from_state(KronParts, state))
 
     def forms(self) -> tuple[str, ...]:
         return tuple(_FORMS[block.kind] for block in self.parts.blocks)

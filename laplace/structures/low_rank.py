@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
@@ -28,7 +29,7 @@ from laplace.engines.sinks import ProductSink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import fields, subspace
+from laplace.structures import subspace
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -497,7 +498,7 @@ class LowRankCurvature(Curvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LowRankCurvature:
         cores = widened(state["cores"])  # whatever dtype the posterior was moved to
-        return fields.from_state(cls, state | {"cores": cores})
+        return nested.from_state(cls, state | {"cores": cores})
 
     def public(self) -> tuple[Tensor, Tensor]:
         """Eigenvectors U `[P, K]` and eigenvalues λ `[K]` of the sum of the terms."""
@@ -578,7 +579,7 @@ class _Reading(DataPass):
         return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
 
     def form(self) -> Any:
-        return fields.form_of(self.sums())
+        return nested.form_of(self.sums())
 
     def state(self) -> dict[str, Any]:
         return {
@@ -598,7 +599,7 @@ class _Reading(DataPass):
 
     def make_room(self, form: Any) -> None:
         if self.products is None:
-            zeros = fields.zeros_of(form, self.engine.problem.device)
+            zeros = nested.zeros_of(form, self.engine.problem.device)
             self.products, self.trace = zeros["products"], zeros.get("trace", self.trace)
 
     def finish(self) -> Curvature | DataPass:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace.core import nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import is_true
@@ -39,7 +40,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
-from laplace.structures import fields, kronecker_eigenvectors, linalg
+from laplace.structures import kronecker_eigenvectors, linalg
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -723,7 +724,7 @@ class _Products(DataPass):
         sides, exact = KronSink(self.probe), DiagSink()
         summary = self.engine.accumulate(x, y, PairOfSinks(sides, exact) if self.sums_diagonal else sides)
         sketch = KronSketch(sides.result(), exact.values if self.sums_diagonal else None)
-        require_finite(fields.is_finite(sketch))
+        require_finite(nested.is_finite(sketch))
         if sketch.diagonal is not None:
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
         self.products = sketch.parts if self.products is None else self.products + sketch.parts
@@ -735,24 +736,24 @@ class _Products(DataPass):
 
     def form(self) -> Any:
         products, diagonal = self.read()
-        return fields.form_of(fields.state_of(KronSketch(products, diagonal)))
+        return nested.form_of(nested.state_of(KronSketch(products, diagonal)))
 
     def make_room(self, form: Any) -> None:
-        zeros = fields.from_state(KronSketch, fields.zeros_of(form, self.engine.problem.device))
+        zeros = nested.from_state(KronSketch, nested.zeros_of(form, self.engine.problem.device))
         self.products = zeros.parts if self.products is None else self.products + zeros.parts
         if self.diagonal is None:
             self.diagonal = zeros.diagonal
 
     def held(self) -> dict[str, Any]:
         """The sums of the batches so far, for states."""
-        return {"products": fields.state_of(self.products), "diagonal": self.diagonal}
+        return {"products": nested.state_of(self.products), "diagonal": self.diagonal}
 
     def resumed(self, state: Mapping[str, Any]) -> DataPass:
         ranges = state.get("ranges")
         if "curvature" in state:
             return _Correction.of_state(self.engine, state)
         later = self if ranges is None else _Refinement(self.engine, self.chosen, Ranges(ranges), state["diagonal"])
-        later.products, later.diagonal = fields.from_state(KronParts | None, state["products"]), state["diagonal"]
+        later.products, later.diagonal = nested.from_state(KronParts | None, state["products"]), state["diagonal"]
         return later
 
     def read(self) -> tuple[KronParts, Tensor]:

@@ -20,6 +20,7 @@ from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.nested import entries, from_state, is_finite, state_of
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.engines.profile import BatchProfile
@@ -29,7 +30,6 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
 from laplace.structures.base import Curvature, DataPass, Recent, require_finite, those_known
 from laplace.structures.cost import Cost
-from laplace.structures.fields import entries, from_state, is_finite, state_of
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.kron import KronCurvature
 from laplace.structures.krylov import SolveReport, SolveReports, Tally, TraceLog, signs

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core import checks
+from laplace.core import checks, nested
 from laplace.core.batch import Inputs
-from laplace.core.files import digest
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.core.nested import digest
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CurvatureError, ProcessError, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import fields
 from laplace.structures.base import Curvature, DataPass, Separation, narrowed, other_structure
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
@@ -150,7 +149,7 @@ class ShardedPrecision(Precision):
         return replace(gaussians[0], covariance=total)
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        inputs = tuple(tensor for _, tensor in fields.named_tensors(jacobian))
+        inputs = tuple(tensor for _, tensor in nested.named_tensors(jacobian))
         return self._total("variances", inputs, lambda share: share.variance(jacobian, form))
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
@@ -361,5 +360,5 @@ def placed(curvature: Curvature, layout: Layout, n_ranks: int) -> tuple[int, ...
 
 
 def _bytes(part: Curvature, n_params: int) -> int:
-    size = sum(tensor.numel() * tensor.element_size() for _, tensor in fields.named_tensors(part.state()))
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in nested.named_tensors(part.state()))
     return (1 + _EIGENVECTORS) * size + _EIGENVALUES * wide_dtype().itemsize * n_params

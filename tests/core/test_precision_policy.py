@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
 from laplace.core import precision_policy
+from laplace.core.nested import move
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.structures import STRUCTURES
-from laplace.structures.fields import move
 
 PACKAGE = Path(__file__).parents[2] / "laplace"
 HOME = "core/precision_policy.py"

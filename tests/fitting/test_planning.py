@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace
+from laplace.core.nested import named_tensors
 from laplace.curvature import GGNInterface, NativeEF, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting.planning import FitPlan
 from laplace.structures import STRUCTURES
-from laplace.structures.fields import named_tensors
 from tests.conformance.cases import Case, few
 
 

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from laplace import KronLaplace, Laplace, ParametricLaplace
+from laplace.core import nested
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError, UnsupportedError
 from laplace.fitting import resuming
 from laplace.likelihoods import LikelihoodFromLoss
 from laplace.network.watch import ROWS
-from laplace.structures import STRUCTURES, fields
+from laplace.structures import STRUCTURES
 from tests.conftest import THREADS
 from tests.fitting.interrupted import CASES, Interrupted, left_behind
 
 
 def assert_same_bits(a: ParametricLaplace, b: ParametricLaplace) -> None:
     mine, other = a.state_dict(), b.state_dict()
-    tensors, others = dict(fields.named_tensors(mine)), dict(fields.named_tensors(other))
+    tensors, others = dict(nested.named_tensors(mine)), dict(nested.named_tensors(other))
     assert tensors.keys() == others.keys()
     wrong = {name: (t - others[name]).abs().max() for name, t in tensors.items() if not torch.equal(t, others[name])}
     assert not wrong

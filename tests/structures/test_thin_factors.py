@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.core.nested import named_tensors
 from laplace.core.orthogonal_basis import ThinBasis
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.engines.kron_parts import ThinFactor
 from laplace.errors import InvalidData
-from laplace.structures.fields import named_tensors
 from laplace.structures.kron import KronCurvature
 from tests.reference import few_rows
 from tests.reference.compare import assert_close

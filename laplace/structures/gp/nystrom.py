@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
@@ -23,7 +24,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian, kernel
-from laplace.structures import fields, linalg, subspace
+from laplace.structures import linalg, subspace
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.dual import ObservingPass, Projected, jacobians, pulled, uncounted
 from laplace.structures.gp.subset import Pool, make_score
@@ -221,7 +222,7 @@ class NystromCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
-        return fields.from_state(cls, state | {"gram": widened(state["gram"])})
+        return nested.from_state(cls, state | {"gram": widened(state["gram"])})
 
     def public(self) -> Tensor:
         """G, `[k, k]`."""
