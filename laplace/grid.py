@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from torch import Tensor, nn
 
-from laplace import base, parametric
-from laplace.attributes import (
-    KronAttributes,
-    LastLayerAttributes,
-    LowRankAttributes,
-    MatrixFreeAttributes,
-    NamedPosterior,
-    SubnetworkAttributes,
-)
-from laplace.base import Backend, Options
+from laplace import parametric
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.lazy import imported
@@ -46,6 +37,16 @@ from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, w
 from laplace.function_space import FAMILIES
 from laplace.likelihoods.base import Likelihood
 from laplace.network.adapters import are_idle, has_adapters
+from laplace.parametric import (
+    Backend,
+    KronAttributes,
+    LastLayerAttributes,
+    LowRankAttributes,
+    MatrixFreeAttributes,
+    NamedPosterior,
+    Options,
+    SubnetworkAttributes,
+)
 from laplace.structures import STRUCTURES
 from laplace.structures.base import Curvature
 from laplace.structures.kron import DampingForm
@@ -67,7 +68,7 @@ _TYPES = (Backend, DampingForm, FeatureReductionName, ForwardFn, Inputs, Literal
 
 ARGUMENTS: dict[str, str] = {
     name: f"{parameter.annotation} = {parameter.default!r}"
-    for name, parameter in list(inspect.signature(base.BaseLaplace.__init__).parameters.items())[3:]
+    for name, parameter in list(inspect.signature(parametric.BaseLaplace.__init__).parameters.items())[3:]
 } | {
     "feature_reduction": "FeatureReductionName | None = None",
     "last_layer_name": "str | None = None",
@@ -315,14 +316,14 @@ def classes() -> list[type[ParametricLaplace]]:
     return [*_BASES.values(), *map(_of_parts, _registered())]
 
 
-def __getattr__(name: str) -> type[base.BaseLaplace]:
+def __getattr__(name: str) -> type[parametric.BaseLaplace]:
     """A class that is made here, by its name, as pickles find it; the bases of all with every class derived from them.
 
     Scripts walk the bases' `__subclasses__()`.
     """
     if name in ("BaseLaplace", "ParametricLaplace", "BaseFunctionalLaplace"):
         classes()
-        own = {"BaseLaplace": base.BaseLaplace, "ParametricLaplace": parametric.ParametricLaplace}
+        own = {"BaseLaplace": parametric.BaseLaplace, "ParametricLaplace": parametric.ParametricLaplace}
         return own.get(name) or imported(f"{_OVER_FUNCTIONS}{name}")
     for cell in _registered():
         if _name(cell) == name:

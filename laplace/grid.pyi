@@ -6,15 +6,6 @@ from typing import Literal, overload
 
 from torch import Tensor, nn
 
-from laplace.attributes import (
-    KronAttributes,
-    LastLayerAttributes,
-    LowRankAttributes,
-    MatrixFreeAttributes,
-    NamedPosterior,
-    SubnetworkAttributes,
-)
-from laplace.base import Backend, BaseLaplace, Options
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.registry import Cell
 from laplace.enums import (
@@ -32,7 +23,18 @@ from laplace.function_space.posteriors import (
     VariationalPosterior,
 )
 from laplace.likelihoods.base import Likelihood
-from laplace.parametric import ParametricLaplace
+from laplace.parametric import (
+    Backend,
+    BaseLaplace,
+    KronAttributes,
+    LastLayerAttributes,
+    LowRankAttributes,
+    MatrixFreeAttributes,
+    NamedPosterior,
+    Options,
+    ParametricLaplace,
+    SubnetworkAttributes,
+)
 from laplace.structures.base import Curvature
 from laplace.structures.kron import DampingForm
 from laplace.weights import Weights

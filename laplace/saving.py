@@ -8,11 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from laplace.base import BaseLaplace
 from laplace.core import nested
 from laplace.core.arguments import check_flag
 from laplace.core.registry import Cell
@@ -21,6 +20,9 @@ from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.posterior.posterior import Choices
 from laplace.structures.base import Curvature
+
+if TYPE_CHECKING:
+    from laplace.parametric import BaseLaplace
 
 _IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
 """Arguments whose present values are in the state."""

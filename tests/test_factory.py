@@ -14,11 +14,11 @@ from torch import Tensor
 
 import laplace
 from laplace import DiagLaplace, Laplace, LLLaplace, ParametricLaplace, SubnetLaplace
-from laplace.attributes import COMMON, PRECISION_OPTIONS
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.grid import classes
+from laplace.parametric import COMMON, PRECISION_OPTIONS
 from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
 from laplace.structures.gp.subset import SubsetCurvature
 from laplace.weights import WEIGHTS, AllWeights

@@ -17,7 +17,7 @@ from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
 
-from laplace import base, grid
+from laplace import grid, parametric
 from laplace.core.registry import Cell
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 
@@ -63,15 +63,6 @@ from typing import Literal, overload
 
 from torch import Tensor, nn
 
-from laplace.attributes import (
-    KronAttributes,
-    LastLayerAttributes,
-    LowRankAttributes,
-    MatrixFreeAttributes,
-    NamedPosterior,
-    SubnetworkAttributes,
-)
-from laplace.base import Backend, BaseLaplace, Options
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.registry import Cell
 from laplace.enums import (
@@ -89,7 +80,18 @@ from laplace.function_space.posteriors import (
     VariationalPosterior,
 )
 from laplace.likelihoods.base import Likelihood
-from laplace.parametric import ParametricLaplace
+from laplace.parametric import (
+    Backend,
+    BaseLaplace,
+    KronAttributes,
+    LastLayerAttributes,
+    LowRankAttributes,
+    MatrixFreeAttributes,
+    NamedPosterior,
+    Options,
+    ParametricLaplace,
+    SubnetworkAttributes,
+)
 from laplace.structures.base import Curvature
 from laplace.structures.kron import DampingForm
 from laplace.weights import Weights
@@ -214,7 +216,7 @@ def literal(member: Enum) -> str:
 
 def arguments(cls: str) -> str:
     """Arguments of a class after model and likelihood."""
-    there = base.BaseLaplace if cls == "ParametricLaplace" else getattr(grid, cls)
+    there = parametric.BaseLaplace if cls == "ParametricLaplace" else getattr(grid, cls)
     return text_of([], list(inspect.signature(there).parameters.values())[2:]).replace("*, ", "")
 
 
