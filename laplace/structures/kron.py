@@ -586,8 +586,9 @@ def _public_values(spectra: Spectra, scale: Tensor, damping: Damping | None) -> 
 
     def of_block(block: BlockSpectrum) -> list[Tensor]:
         values = block.factor_values
-        damped = damping is not None and len(values) == 2
-        factors = damping.sides(output_first=block.output_first) if damped else (1.0,) * len(values)
+        factors: tuple[float, ...] = (1.0,) * len(values)
+        if damping is not None and len(values) == 2:
+            factors = damping.sides(output_first=block.output_first)
         root = widened(scale) ** (1 / len(values))
         return [(factor * root * side).to(spectra.dtype) for factor, side in zip(factors, values, strict=True)]
 
