@@ -13,8 +13,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.core.random_numbers import standard_normal
-from laplace.deployment.batching import AnySize
-from laplace.deployment.tracing import traced
+from laplace.deployment.graphs import AnySize, traced
 from laplace.errors import InvalidData, InvalidInputs, LaplaceError, UnsupportedError
 from laplace.predictive.predict import replayed
 
