@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.grid import from_names
-from laplace.integrations import perceptron as networks
-from laplace.integrations.perceptron import array_of, checked_weights, moments_of, tensor_for
+from laplace.network.model_guard import preserve_model
 from laplace.parametric import ParametricLaplace
 
 try:
@@ -106,24 +107,22 @@ class LaplaceEstimator(BaseEstimator, ABC):
     # Training and fit.
 
     def _fit(self, X: NDArray[Any], targets: NDArray[Any], weights: NDArray[Any], n_outputs: int) -> None:
-        """Trains, fits and tunes.
-
-        Args:
-            X: Inputs, `[N, …]`.
-            targets: Classes `[N]`, or values `[N, C]`.
-            weights: How often every datum counts, `[N]`.
-            n_outputs: C.
-
-        Raises:
-            InvalidArgument: An argument of the constructor has a value that is not accepted.
-        """
-        self._check_arguments()
+        """Trains, fits and tunes, for inputs `[N, …]`, classes `[N]` or values `[N, C]`, and weights `[N]`."""
+        if self.tune not in _TUNING:
+            raise InvalidArgument(f"tune={self.tune!r}; accepted are {_TUNING}.")
+        if self.trained and not isinstance(self.module, nn.Module):
+            raise InvalidArgument("trained=True needs module=, the trained network.")
+        if self.module is not None and not callable(self.module):
+            raise InvalidArgument(f"module={self.module!r}; give a network, a function that makes one, or None.")
+        if self.max_epochs < 0:
+            raise InvalidArgument(f"max_epochs={self.max_epochs}; give 0 or more.")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with networks.seeded(seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
             module = self._new_module(X, weights, n_outputs)
-            x, w = tensor_for(module, X), tensor_for(module, weights)
-            y = torch.tensor(targets, device=x.device) if targets.dtype.kind in "iu" else tensor_for(module, targets)
-            networks.check_outputs(module, x, n_outputs)
+            x, w = _tensor_for(module, X), _tensor_for(module, weights)
+            y = torch.tensor(targets, device=x.device) if targets.dtype.kind in "iu" else _tensor_for(module, targets)
+            _check_outputs(module, x, n_outputs)
             la = from_names(
                 module,
                 self._likelihood,
@@ -133,15 +132,7 @@ class LaplaceEstimator(BaseEstimator, ABC):
                 **(self.laplace_options or {}),
             )
             if not self.trained:
-                networks.train(
-                    module,
-                    TensorDataset(x, y, w),
-                    self._loss,
-                    prior_precision=self.prior_precision,
-                    n_epochs=self.max_epochs,
-                    learning_rate=self.learning_rate,
-                    batch_size=self.batch_size,
-                )
+                self._train(module, TensorDataset(x, y, w))
             batches = list(zip(x.split(self.batch_size), y.split(self.batch_size), strict=True))
             # A batch is known by its targets, which are one object in every reading of the data.
             counts = {id(labels): part for (_, labels), part in zip(batches, w.split(self.batch_size), strict=True)}
@@ -150,23 +141,30 @@ class LaplaceEstimator(BaseEstimator, ABC):
                 self._choose_hyperparameters(la)
         self.la_, self.module_ = la, module
 
-    def _check_arguments(self) -> None:
-        if self.tune not in _TUNING:
-            raise InvalidArgument(f"tune={self.tune!r}; accepted are {_TUNING}.")
-        if self.trained and not isinstance(self.module, nn.Module):
-            raise InvalidArgument("trained=True needs module=, the trained network.")
-        if self.module is not None and not callable(self.module):
-            raise InvalidArgument(f"module={self.module!r}; give a network, a function that makes one, or None.")
-        if self.max_epochs < 0:
-            raise InvalidArgument(f"max_epochs={self.max_epochs}; give 0 or more.")
-
     def _new_module(self, X: NDArray[Any], weights: NDArray[Any], n_outputs: int) -> nn.Module:
         """The network to be trained, or the trained one."""
         if isinstance(self.module, nn.Module):
             return self.module if self.trained else copy.deepcopy(self.module)
         if self.module is not None:
             return self.module(X.shape[1], n_outputs)
-        return networks.perceptron(X, weights, self.hidden_layer_sizes, n_outputs)
+        return _perceptron(X, weights, self.hidden_layer_sizes, n_outputs)
+
+    def _train(self, module: nn.Module, data: TensorDataset) -> None:
+        """Minimises the negative log posterior over Σw, (Σ w loss + δ ‖θ‖² / 2) / Σw, in place; data are (x, y, w)."""
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimiser = torch.optim.Adam(parameters, self.learning_rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, self.max_epochs))
+        total = data.tensors[2].sum()
+        decay, scale = 0.5 * self.prior_precision / total, len(data) / total
+        module.train()
+        for _ in range(self.max_epochs):
+            for x, y, weight in DataLoader(data, self.batch_size, shuffle=True):
+                optimiser.zero_grad()
+                squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+                (scale * (weight * self._loss(module(x), y)).mean() + decay * squares).backward()
+                optimiser.step()
+            schedule.step()
+        module.eval()
 
     @abstractmethod
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
@@ -182,14 +180,14 @@ class LaplaceEstimator(BaseEstimator, ABC):
         """Checked inputs, batch by batch."""
         check_is_fitted(self)
         checked: Any = validate_data(self, X, reset=False, **self._shapes)  # pyright: ignore[reportArgumentType]
-        return iter(tensor_for(self.module_, checked).split(self.batch_size))
+        return iter(_tensor_for(self.module_, checked).split(self.batch_size))
 
     def _data(self, X: ArrayLike, y: ArrayLike, sample_weight: Any, **options: Any) -> tuple[Any, Any, NDArray[Any]]:
         """Checked training data and weights, without the data that do not count."""
         given: tuple[Any, Any] = (X, y)
         checked: Any = validate_data(self, *given, **options, **self._shapes)
         inputs, targets = checked
-        weights = checked_weights(sample_weight, len(inputs))
+        weights = _checked_weights(sample_weight, len(inputs))
         counts = weights > 0
         return inputs[counts], targets[counts], weights[counts]
 
@@ -277,7 +275,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         batches = self._inputs(X)
         options: dict[str, Any] = {"link_approx": self.link_approx, "n_samples": self.n_samples}
         options["generator"] = torch.Generator(next(self.module_.parameters()).device).manual_seed(0)
-        probabilities = array_of(torch.cat([self.la_(x, **options) for x in batches]))
+        probabilities = _array_of(torch.cat([self.la_(x, **options) for x in batches]))
         return probabilities / probabilities.sum(1, keepdims=True)
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
@@ -330,7 +328,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         values = values.reshape(len(values), -1).astype(float)
         self.y_mean_, self.y_scale_ = np.zeros(values.shape[1]), np.ones(values.shape[1])
         if not self.trained:
-            self.y_mean_, self.y_scale_ = moments_of(values, weights)
+            self.y_mean_, self.y_scale_ = _moments_of(values, weights)
         self._log_scale = float(weights.sum()) * float(np.log(self.y_scale_).sum())
         self._fit(inputs, (values - self.y_mean_) / self.y_scale_, weights, values.shape[1])
         return self
@@ -353,7 +351,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         if return_cov:
             return self._joint(X)
         parts = [self.la_(x, diagonal_output=True, observation_noise=True) for x in self._inputs(X)]
-        mean, variance = (array_of(torch.cat(both)) for both in zip(*parts, strict=True))
+        mean, variance = (_array_of(torch.cat(both)) for both in zip(*parts, strict=True))
         mean = self._shaped(mean * self.y_scale_ + self.y_mean_)
         return (mean, self._shaped(np.sqrt(variance) * self.y_scale_)) if return_std else mean
 
@@ -371,13 +369,13 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         generator = torch.Generator(x.device).manual_seed(int(check_random_state(random_state).randint(2**31 - 1)))
         f = self.la_.functional_samples(x, n_samples=n_samples, joint=True, generator=generator)
         f = f + self.la_.sigma_noise * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        draws = array_of(f) * self.y_scale_ + self.y_mean_  # [S, N, C]
+        draws = _array_of(f) * self.y_scale_ + self.y_mean_  # [S, N, C]
         return self._shaped(draws.transpose(1, 2, 0), axis=1)
 
     def _joint(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
         """Means, and covariances of every output between inputs."""
         x = torch.cat(list(self._inputs(X)))
-        f, covariance = (array_of(part) for part in self.la_(x, joint=True, observation_noise=True))
+        f, covariance = (_array_of(part) for part in self.la_(x, joint=True, observation_noise=True))
         n_outputs = len(self.y_mean_)
         each = covariance.reshape(len(x), n_outputs, len(x), n_outputs).diagonal(axis1=1, axis2=3)
         mean = f.reshape(len(x), n_outputs) * self.y_scale_ + self.y_mean_
@@ -397,3 +395,88 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
 
     def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
         la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
+
+
+# The built-in network, a multilayer perceptron on standardised features, and training by a loss with a Gaussian prior.
+
+
+class Standardise(nn.Module):
+    """(x − mean) / std of every feature, with constants as buffers.
+
+    Args:
+        mean: `[D]`.
+        std: `[D]`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: NDArray[Any], std: NDArray[Any]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=wide_dtype()))
+        self.register_buffer("std", torch.tensor(std, dtype=wide_dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardised features, `[B, D]`."""
+        return (x - self.mean) / self.std
+
+
+def _checked_weights(given: Any, n_data: int) -> NDArray[Any]:
+    """Weights of data as users give them, `[N]`: None for 1 each, or one number for all.
+
+    Raises:
+        InvalidArgument: Another shape, negative or infinite numbers, NaN, or none that is positive.
+    """
+    weights = np.ones(n_data) if given is None else np.asarray(given, dtype=float)
+    weights = np.full(n_data, weights) if weights.ndim == 0 else weights
+    if weights.shape != (n_data,) or not np.isfinite(weights).all() or weights.min() < 0 or weights.max() == 0:
+        raise InvalidArgument(
+            f"sample_weight of shape {weights.shape}; {n_data} finite ones of at least 0 are accepted, not all zero."
+        )
+    return weights
+
+
+def _moments_of(values: NDArray[Any], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Means and standard deviations `[D]` of values `[N, D]` that count `[N]` times, with 1 in the place of 0.
+
+    Zero is what rounding of equal values leaves: divided by that, a feature that is new by a last digit would be huge.
+    """
+    mean = np.average(values, axis=0, weights=weights)
+    std = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
+    largest = np.abs(values).max(0)
+    return mean, np.where(std > len(values) * np.finfo(float).eps * largest, std, 1.0)
+
+
+def _tensor_for(module: nn.Module, values: NDArray[Any]) -> Tensor:
+    """Values in the dtype and on the device of a module's first parameter."""
+    like = next(module.parameters())
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+def _array_of(values: Tensor) -> NDArray[Any]:
+    """Values as an array of floats."""
+    return values.detach().cpu().numpy().astype(float)
+
+
+def _perceptron(X: NDArray[Any], weights: NDArray[Any], widths: Sequence[int] | int, n_outputs: int) -> nn.Sequential:
+    """A perceptron with tanh, in float64, for inputs like X `[N, D]`, which count `[N]` times."""
+    sizes = [X.shape[1], *map(int, np.atleast_1d(widths))]
+    layers: list[nn.Module] = [Standardise(*_moments_of(X, weights))]
+    for n_in, n_out in pairwise(sizes):
+        layers += [nn.Linear(n_in, n_out, dtype=wide_dtype()), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], n_outputs, dtype=wide_dtype()))
+
+
+def _check_outputs(module: nn.Module, x: Tensor, n_outputs: int) -> None:
+    """Raises unless a network's outputs at x are `[B, C]`.
+
+    Raises:
+        InvalidArgument: They have another shape.
+    """
+    with torch.no_grad(), preserve_model(module):
+        shape = module.eval()(x[:2]).shape
+    if tuple(shape) != (len(x[:2]), n_outputs):
+        raise InvalidArgument(
+            f"the network's outputs of {len(x[:2])} data have shape {list(shape)}; y asks for {n_outputs} outputs, one "
+            "per class or value."
+        )
