@@ -27,16 +27,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def invsqrt_precision(M: Tensor) -> Tensor:
-    """Lower-triangular L with L Lᵀ = M⁻¹, the Cholesky factor of a covariance from its precision.
+    """Lower-triangular L with L Lᵀ = M⁻¹, the Cholesky factor of a covariance from its precision M `[..., P, P]`.
 
     With J the flip of both axes and C the Cholesky factor of J M J, the factor U = J C J is upper-triangular and
     M = U Uᵀ; so L = U⁻ᵀ. Nothing is inverted twice.
-
-    Args:
-        M: Positive definite, `[..., P, P]`.
-
-    Raises:
-        CurvatureError: M is not positive definite, or not finite.
     """
     flipped, info = torch.linalg.cholesky_ex(M.flip(-2, -1))
     if bool((info != 0).any()) or not bool(torch.isfinite(flipped).all()):
@@ -60,11 +54,7 @@ def diagonal_add_scalar(X: Tensor, value: float | Tensor) -> Tensor:
 
 
 def symeig(M: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[P]`, at least 0, and eigenvectors `[P, P]` of a positive semi-definite matrix, by float64.
-
-    Raises:
-        CurvatureError: M is not finite.
-    """
+    """Eigenvalues `[P]`, at least 0, and eigenvectors `[P, P]` of a positive semi-definite matrix, by float64."""
     return eigh(M)
 
 
@@ -74,21 +64,7 @@ def block_diag(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def normal_samples(mean: Tensor, var: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draws from one Gaussian per row, with noise of its own in every row.
-
-    Args:
-        mean: `[B, C]`.
-        var: Variances `[B, C]` or covariances `[B, C, C]`.
-        n_samples: Number of draws S.
-        generator: Source of randomness; the global one if None.
-
-    Returns:
-        `[S, B, C]`.
-
-    Raises:
-        InvalidArgument: The shapes do not fit, or S is not positive.
-        CurvatureError: The covariance is not finite.
-    """
+    """Draws `[S, B, C]` from Gaussians with means `[B, C]` and variances `[B, C]` or covariances `[B, C, C]`."""
     return Gaussian(mean, var).sample(n_samples, generator)
 
 
@@ -110,23 +86,10 @@ def validate(
     n_samples: int = 100,
     dict_key_y: str = "labels",
 ) -> float:
-    """Scores the predictions on a loader.
+    """Scores the predictions on a loader: the metric's value, summed over outputs, or the function's.
 
-    Args:
-        laplace: The fitted approximation.
-        val_loader: Batches, pairs or mappings.
-        loss: A running metric, updated batch by batch and not reset; or a function of all predictions and targets,
-            `loss(probabilities, y)` or `loss(means, variances, y)`.
-        pred_type: The predictive.
-        link_approx: The link.
-        n_samples: Number of Monte-Carlo samples.
-        dict_key_y: Key of the targets in batches that are mappings.
-
-    Returns:
-        The metric's value, summed over outputs, or the function's.
-
-    Raises:
-        InvalidData: The loader is empty.
+    The loss is a running metric, updated batch by batch and not reset; or a function of all predictions and targets,
+    `loss(probabilities, y)` or `loss(means, variances, y)`.
     """
     options = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples, "fitting": True}
     network, device = unwrap(network_of(laplace.model)), next(laplace.model.parameters()).device
@@ -155,18 +118,7 @@ def parameters_per_layer(model: nn.Module) -> list[int]:
 
 
 def expand_prior_precision(prior_prec: Tensor, model: nn.Module) -> Tensor:
-    """Spreads prior precisions over the trainable parameters.
-
-    Args:
-        prior_prec: `[1]` or 0-dim, one per trainable tensor `[L]`, or one per parameter `[P]`.
-        model: The network.
-
-    Returns:
-        `[P]`, with the graph of `prior_prec`.
-
-    Raises:
-        InvalidArgument: It has another shape.
-    """
+    """Prior precisions of all trainable parameters, `[P]`, with the graph of `[1]`, one per tensor `[L]`, or `[P]`."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     sizes = [p.numel() for p in trainable]
     vector = prior_prec.reshape(-1).to(trainable[0].device) if trainable else prior_prec
@@ -190,11 +142,7 @@ def fix_prior_prec_structure(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A constant prior precision of a structure: `[1]`, `[n_layers]` or `[n_params]`.
-
-    Raises:
-        InvalidArgument: The structure is unknown.
-    """
+    """A constant prior precision of a structure: `[1]`, `[n_layers]` or `[n_params]`."""
     lengths: dict[str, int] = {
         PriorStructure.SCALAR: 1,
         PriorStructure.LAYERWISE: n_layers,
@@ -206,16 +154,7 @@ def fix_prior_prec_structure(
 
 
 class SoDSampler(Sampler[int]):
-    """Draws M of N indices without replacement, the same at every iteration.
-
-    Args:
-        N: Number of data.
-        M: Number of indices, at most N.
-        seed: Seed of the choice.
-
-    Raises:
-        InvalidArgument: M is not between 1 and N.
-    """
+    """Draws M of N indices without replacement, the same at every iteration."""
 
     def __init__(self, N: int, M: int, seed: int = 0) -> None:
         if not 1 <= M <= N:
@@ -248,20 +187,12 @@ _DEFAULT_BATCH = 128  # Where a loader's own batch size is unknown (a custom bat
 
 
 def split_batch(batch: Inputs, dict_key_y: str = "labels") -> tuple[Inputs, Tensor]:
-    """Inputs and targets of a batch, a pair or a mapping (which is its own input).
-
-    Raises:
-        InvalidData: The batch has another form.
-    """
+    """Inputs and targets of a batch, a pair or a mapping (which is its own input)."""
     return batches.split(batch, dict_key_y)
 
 
 def batch_size(x: Inputs, dict_key_x: str = "input_ids") -> int:
-    """Number of rows of a tensor, or of a mapping of tensors.
-
-    Raises:
-        InvalidData: There is no tensor with a leading dimension.
-    """
+    """Number of rows of a tensor, or of a mapping of tensors."""
     return batches.size(x, dict_key_x)
 
 
@@ -281,11 +212,7 @@ def select_rows(x: Inputs, indices: Tensor | slice | Sequence[int]) -> Inputs:
 
 
 def concatenate_rows(parts: Sequence[Inputs]) -> Inputs:
-    """One tensor, or one mapping, of the rows of several with the same keys.
-
-    Raises:
-        InvalidData: There are no parts, or they differ in kind or keys.
-    """
+    """One tensor, or one mapping, of the rows of several with the same keys."""
     if not parts:
         raise InvalidData("there are no rows to concatenate; give at least one batch.")
     if isinstance(parts[0], Tensor) and all(isinstance(part, Tensor) for part in parts):
@@ -298,11 +225,7 @@ def concatenate_rows(parts: Sequence[Inputs]) -> Inputs:
 
 
 def regression_targets(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets on the device and in the dtype of the outputs.
-
-    Raises:
-        InvalidData: The shapes differ.
-    """
+    """Targets on the device and in the dtype of the outputs."""
     if targets.shape != outputs.shape:
         raise InvalidData(
             f"regression targets have shape {list(targets.shape)} and outputs {list(outputs.shape)}; they must be "
@@ -312,11 +235,7 @@ def regression_targets(targets: Tensor, outputs: Tensor) -> Tensor:
 
 
 def classification_targets(targets: Tensor, n_outputs: int) -> Tensor:
-    """Class indices `[B]`, int64, from indices `[B]` or `[B, 1]`, or from one-hot rows `[B, C]`.
-
-    Raises:
-        InvalidData: Another shape, rows that are not one-hot, or indices out of range.
-    """
+    """Class indices `[B]`, int64, from indices `[B]` or `[B, 1]`, or from one-hot rows `[B, C]`."""
     if targets.ndim == 2 and targets.shape[1] == n_outputs and n_outputs > 1:
         one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()
         if not bool(one_hot):
@@ -336,9 +255,6 @@ def training_indices(loader: DataLoader[Any]) -> list[int]:
     """Indices of the data that one pass over the loader sees (samplers and `drop_last` respected), ascending.
 
     The global random state is left as it was.
-
-    Raises:
-        InvalidType: The loader has no indices: its dataset is an iterable.
     """
     if isinstance(loader.dataset, IterableDataset):
         raise InvalidType("the loader's dataset is an iterable without indices; give one with __getitem__.")
@@ -362,20 +278,9 @@ def subset_loader(loader: DataLoader[Any], indices: Sequence[int] | Tensor) -> D
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draws from Gaussians whose covariance may be singular.
+    """Draws `[S, B, C]` or `[S, D]` from Gaussians whose covariance may be singular.
 
-    Args:
-        mean: `[B, C]`, or `[D]` for one joint Gaussian.
-        covariance: `[B, C, C]`, `[B, C]`, or joint `[B·C, B·C]`; `[D, D]` for a mean `[D]`.
-        n_samples: Number of draws S.
-        generator: Source of randomness; the global one if None.
-
-    Returns:
-        `[S, B, C]`, or `[S, D]`.
-
-    Raises:
-        InvalidArgument: The shapes do not fit.
-        CurvatureError: The covariance is not finite.
+    Means are `[B, C]` with covariances `[B, C, C]`, `[B, C]` or joint `[B·C, B·C]`, or `[D]` with `[D, D]`.
     """
     if mean.ndim == 1:
         return Gaussian(mean.unsqueeze(0), covariance.unsqueeze(0)).sample(n_samples, generator).squeeze(1)
@@ -396,11 +301,7 @@ def same_configuration(first: object, second: object) -> bool:
 
 
 def _individual_reward_inputs(inputs: Inputs, dict_key_x: str) -> Inputs:
-    """Items `[2·B, …]` of pairs `[B, 2, …]`, one pair after the other; what has one row for a pair is repeated.
-
-    Raises:
-        InvalidData: The inputs are no pairs.
-    """
+    """Items `[2·B, …]` of pairs `[B, 2, …]`, one pair after the other; what has one row for a pair is repeated."""
     x = inputs if isinstance(inputs, Tensor) else batches.tensors(inputs)[0]
     if isinstance(inputs, Mapping) and isinstance(inputs.get(dict_key_x), Tensor):
         x = inputs[dict_key_x]
@@ -430,11 +331,7 @@ def _model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_model_fingerprint(model: nn.Module, fingerprint: Mapping[str, Any]) -> None:
-    """Refuses another network than that of a fingerprint.
-
-    Raises:
-        StateError: Parameters, buffers, trainable parameters or modules differ.
-    """
+    """Refuses another network than that of a fingerprint."""
     now = _model_fingerprint(model)
     differ = [part for part in now if part not in fingerprint or not same_configuration(now[part], fingerprint[part])]
     if differ:
