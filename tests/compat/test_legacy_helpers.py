@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from laplace.compat import algebra, functional_utils, helpers
+from laplace.compat import helpers
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType
 
 F64 = torch.float64
@@ -19,24 +19,24 @@ F64 = torch.float64
 def test_invsqrt_precision():
     root = torch.randn(2, 6, 7, dtype=F64)
     M = root @ root.mT
-    L = algebra.invsqrt_precision(M)
+    L = helpers.invsqrt_precision(M)
     torch.testing.assert_close(L @ L.mT, torch.linalg.inv(M), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(L, L.tril())
     torch.testing.assert_close(L, torch.linalg.cholesky(torch.linalg.inv(M)), rtol=1e-8, atol=1e-8)
     with pytest.raises(CurvatureError, match="not positive definite"):
-        algebra.invsqrt_precision(-torch.eye(3))
+        helpers.invsqrt_precision(-torch.eye(3))
 
 
 def test_small_algebra():
     a, b = torch.randn(2, 3), torch.randn(3, 2)
-    torch.testing.assert_close(algebra.kron(a, b), torch.tensor(np.kron(a, b)))
-    torch.testing.assert_close(algebra.diagonal_add_scalar(torch.ones(2, 2), 2.0), torch.tensor([[3.0, 1], [1, 3]]))
-    torch.testing.assert_close(algebra.block_diag([torch.ones(1, 1), torch.ones(2, 2)]).sum(), torch.tensor(5.0))
-    values, vectors = algebra.symeig(torch.ones(3, 3))
+    torch.testing.assert_close(helpers.kron(a, b), torch.tensor(np.kron(a, b)))
+    torch.testing.assert_close(helpers.diagonal_add_scalar(torch.ones(2, 2), 2.0), torch.tensor([[3.0, 1], [1, 3]]))
+    torch.testing.assert_close(helpers.block_diag([torch.ones(1, 1), torch.ones(2, 2)]).sum(), torch.tensor(5.0))
+    values, vectors = helpers.symeig(torch.ones(3, 3))
     assert values.min() >= 0
     torch.testing.assert_close((vectors * values) @ vectors.T, torch.ones(3, 3))
     with pytest.raises(CurvatureError):
-        algebra.symeig(torch.full((2, 2), math.nan))
+        helpers.symeig(torch.full((2, 2), math.nan))
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
@@ -45,13 +45,13 @@ def test_normal_samples_are_independent_over_rows(diagonal):
     mean = torch.tensor([[1.0, -1.0], [0.0, 2.0]], dtype=F64)
     block = torch.tensor([[2.0, 0.8], [0.8, 1.0]], dtype=F64)
     var = block.diagonal().expand(2, 2) if diagonal else block.expand(2, 2, 2)
-    samples = algebra.normal_samples(mean, var, n, torch.Generator().manual_seed(0))
+    samples = helpers.normal_samples(mean, var, n, torch.Generator().manual_seed(0))
     assert samples.shape == (n, 2, 2)
     expected = torch.block_diag(*(torch.diag(v) if diagonal else v for v in var))
     error = (torch.cov(samples.flatten(1).T) - expected).abs().max()
     assert error < 5 * 2 * math.sqrt(2 / n)
     assert (samples.mean(0) - mean).abs().max() < 5 * math.sqrt(2 / n)
-    again = algebra.normal_samples(mean, var, n, torch.Generator().manual_seed(0))
+    again = helpers.normal_samples(mean, var, n, torch.Generator().manual_seed(0))
     assert torch.equal(samples, again)
 
 
@@ -165,26 +165,26 @@ def test_validate_takes_torchmetrics():
 
 def test_batches():
     x, y = torch.randn(4, 2), torch.arange(4)
-    assert functional_utils.split_batch((x, y)) == (x, y)
+    assert helpers.split_batch((x, y)) == (x, y)
     mapping = {"input_ids": x, "labels": y}
-    assert functional_utils.split_batch(mapping) == (mapping, y)
-    assert functional_utils.batch_size(x) == functional_utils.batch_size(mapping) == 4
-    moved = functional_utils.to_device(mapping, "cpu", F64)
+    assert helpers.split_batch(mapping) == (mapping, y)
+    assert helpers.batch_size(x) == helpers.batch_size(mapping) == 4
+    moved = helpers.to_device(mapping, "cpu", F64)
     assert (moved["input_ids"].dtype, moved["labels"].dtype) == (F64, torch.int64)
-    picked = functional_utils.select_rows(mapping, [0, 2])
+    picked = helpers.select_rows(mapping, [0, 2])
     assert picked["labels"].tolist() == [0, 2]
-    assert torch.equal(functional_utils.select_rows(x, slice(1, 3)), x[1:3])
-    assert torch.equal(functional_utils.concatenate_rows([x[:1], x[1:]]), x)
-    both = functional_utils.concatenate_rows([picked, picked])
+    assert torch.equal(helpers.select_rows(x, slice(1, 3)), x[1:3])
+    assert torch.equal(helpers.concatenate_rows([x[:1], x[1:]]), x)
+    both = helpers.concatenate_rows([picked, picked])
     assert both["labels"].tolist() == [0, 2, 0, 2]
     with pytest.raises(InvalidData, match="no rows"):
-        functional_utils.concatenate_rows([])
+        helpers.concatenate_rows([])
     with pytest.raises(InvalidData, match="different kinds"):
-        functional_utils.concatenate_rows([x, mapping])
+        helpers.concatenate_rows([x, mapping])
 
 
 def test_targets():
-    classes = functional_utils.classification_targets
+    classes = helpers.classification_targets
     assert classes(torch.tensor([0, 2]), 3).tolist() == [0, 2]
     assert classes(torch.tensor([[0], [2]]), 3).tolist() == [0, 2]
     assert classes(torch.eye(3)[[0, 2]], 3).tolist() == [0, 2]
@@ -192,9 +192,9 @@ def test_targets():
         with pytest.raises(InvalidData):
             classes(bad, 3)
     outputs = torch.zeros(2, 1, dtype=F64)
-    assert functional_utils.regression_targets(torch.ones(2, 1), outputs).dtype == F64
+    assert helpers.regression_targets(torch.ones(2, 1), outputs).dtype == F64
     with pytest.raises(InvalidData, match="unsqueeze"):
-        functional_utils.regression_targets(torch.ones(2), outputs)
+        helpers.regression_targets(torch.ones(2), outputs)
 
 
 class Stream(IterableDataset):
@@ -206,28 +206,28 @@ def test_training_indices_and_subset_loader():
     data = TensorDataset(torch.arange(10), torch.arange(10))
     shuffled = DataLoader(data, batch_size=4, shuffle=True)
     before = torch.get_rng_state()
-    assert functional_utils.training_indices(shuffled) == list(range(10))
+    assert helpers.training_indices(shuffled) == list(range(10))
     assert torch.equal(torch.get_rng_state(), before)
-    assert functional_utils.training_indices(DataLoader(data, batch_size=4, drop_last=True)) == list(range(8))
-    assert functional_utils.training_indices(DataLoader(data, batch_size=None)) == list(range(10))
+    assert helpers.training_indices(DataLoader(data, batch_size=4, drop_last=True)) == list(range(8))
+    assert helpers.training_indices(DataLoader(data, batch_size=None)) == list(range(10))
     own = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(range(4)), 3, drop_last=False))
-    assert functional_utils.training_indices(own) == [0, 1, 2, 3]
+    assert helpers.training_indices(own) == [0, 1, 2, 3]
     with pytest.raises(InvalidType, match="iterable"):
-        functional_utils.training_indices(DataLoader(Stream()))
-    batches = list(functional_utils.subset_loader(shuffled, torch.tensor([7, 1, 3, 2, 9])))
+        helpers.training_indices(DataLoader(Stream()))
+    batches = list(helpers.subset_loader(shuffled, torch.tensor([7, 1, 3, 2, 9])))
     assert [batch[0].tolist() for batch in batches] == [[7, 1, 3, 2], [9]]
 
 
 def test_draw_gaussian_singular():
     mean, ones = torch.zeros(3), torch.ones(3, 3)
-    draws = functional_utils.draw_gaussian(mean, ones, 5, torch.Generator().manual_seed(0))
+    draws = helpers.draw_gaussian(mean, ones, 5, torch.Generator().manual_seed(0))
     assert draws.shape == (5, 3)
     torch.testing.assert_close(draws[:, 0], draws[:, 2], atol=1e-3, rtol=1e-3)
-    assert functional_utils.draw_gaussian(torch.zeros(2, 3), ones.expand(2, 3, 3), 5).shape == (5, 2, 3)
+    assert helpers.draw_gaussian(torch.zeros(2, 3), ones.expand(2, 3, 3), 5).shape == (5, 2, 3)
 
 
 def test_same_configuration():
-    same = functional_utils.same_configuration
+    same = helpers.same_configuration
     config = {"a": [1, torch.ones(2)], "b": None}
     assert same(config, {"b": None, "a": [1, torch.ones(2)]})
     assert not same(config, {"b": None, "a": [1, torch.zeros(2)]})
@@ -242,7 +242,7 @@ def test_preserve_model_gradients():
         def __init__(self):
             self.model = nn.Linear(2, 1)
 
-        @functional_utils.preserve_model_gradients
+        @helpers.preserve_model_gradients
         def work(self, factor, fail=False):
             """Documented."""
             (factor * self.model(torch.ones(2))).sum().backward()
