@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from laplace.compat import helpers
+from laplace.compat.kron import is_scalar
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType
 
 F64 = torch.float64
@@ -98,7 +99,7 @@ def test_sod_sampler():
 
 
 def test_predicates():
-    valid = helpers._is_valid_scalar
+    valid = is_scalar
     assert all(map(valid, (1, 2.0, np.float64(1), torch.tensor(1.0), torch.tensor([1.0]))))
     assert not any(map(valid, ("1", None, True, torch.ones(2), torch.ones(1, 1), 1j)))
     assert helpers._is_batchnorm(nn.BatchNorm3d(2))
