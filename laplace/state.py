@@ -1,25 +1,28 @@
-"""Saving, loading, moving and describing a posterior."""
+"""Saving, loading, moving and describing a posterior; and states that laplace-torch saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from laplace import laplace_torch_states
-from laplace.base import BaseLaplace
+from laplace.core import nested
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.manual_fit import with_parts, without_data
 from laplace.posterior.posterior import Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, move
 from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
+
+if TYPE_CHECKING:
+    from laplace.parametric import BaseLaplace
 
 VERSION = 1
 """Version of the format of state dicts."""
@@ -91,13 +94,11 @@ MakeCurvature = Callable[[Problem, Any], Curvature]
 
 def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = None) -> Posterior:
     """The posterior of a state, which is checked against the object; the object is not changed."""
-    if isinstance(state, dict) and laplace_torch_states.is_of_laplace_torch(state):
-        return laplace_torch_states.loaded(la, state)
+    if isinstance(state, dict) and "cls_name" in state and not _OURS & state.keys():
+        return _loaded_from_laplace_torch(la, state)
     try:
         problem = _checked(la, state)
-        for key in ("temperature", "enable_backprop", "precision_options"):
-            if state[key] != getattr(la, key):
-                warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
+        _warn_of_changes(la, state, "temperature", "enable_backprop", "precision_options")
         posterior = la.snapshot().uncalibrated().with_problem(problem)
         structure, to = posterior.choices.structure, posterior.hypers.device
         H = structure.from_state(move(state["H"], to, None)) if make is None else make(problem, state["H"])
@@ -169,6 +170,12 @@ def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature)
     return replace(posterior, data=data, root=own["posterior_scale"], calibration=calibration)
 
 
+def _warn_of_changes(la: BaseLaplace, state: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if state[name] != getattr(la, name):
+            warn(f"{name} changes from {getattr(la, name)} to {state[name]}.", StateWarning)
+
+
 def _expect(what: str, given: Any, expected: Any) -> None:
     if given != expected:
         raise StateError(f"the state's {what} is {given!r}, this object's {expected!r}; load it into a matching one.")
@@ -176,13 +183,10 @@ def _expect(what: str, given: Any, expected: Any) -> None:
 
 def _shapes(value: Any, name: str = "H") -> dict[str, list[int]]:
     """Shapes of all entries of a curvature's state, by their place in it; none of what is no tensor."""
-    if isinstance(value, Mapping):
-        parts: Any = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    else:
-        return {name: list(value.shape) if isinstance(value, Tensor) else []}
-    return {key: shape for key_of_part, part in parts for key, shape in _shapes(part, f"{name}.{key_of_part}").items()}
+    if isinstance(value, Mapping | list | tuple):
+        parts = nested.entries(value).items()
+        return {place: shape for key, part in parts for place, shape in _shapes(part, f"{name}.{key}").items()}
+    return {name: list(value.shape) if isinstance(value, Tensor) else []}
 
 
 def _same(mine: Any, theirs: Any) -> bool:
@@ -271,3 +275,112 @@ def _values(tensor: Tensor) -> str:
     if plain.numel() == 1:
         return f"{plain.item():.4g}"
     return f"[{plain.numel()} values from {plain.min().item():.4g} to {plain.max().item():.4g}]"
+
+
+# States that laplace-torch saved: recognised by their keys, checked against the network, and read.
+#
+# Such a state holds mean, curvature and hyper-parameters, but no checksums of the network: instead the mean must have
+# the values of its weights. The kind of curvature is not in it either, and is taken to be that of the backend.
+
+_OURS = frozenset({"version", "layout", "weights", "model_sums"})
+"""Keys of this library's states alone."""
+
+_LEGACY_CLASSES = ("FullLaplace", "KronLaplace", "DiagLaplace", "FullLLLaplace", "KronLLLaplace", "DiagLLLaplace")
+"""Classes whose states are read; of others they lack what predictions need."""
+
+_LEGACY_KEYS = (
+    "mean", "H", "loss", "n_data", "n_outputs", "likelihood", "prior_precision", "prior_mean", "sigma_noise",
+    "temperature", "enable_backprop",
+)  # fmt: skip
+
+_HYPER_PARAMETERS = ("sigma_noise", "temperature", "prior_precision", "prior_mean")
+
+
+def _loaded_from_laplace_torch(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:
+    """The posterior of a state of laplace-torch; the object is not changed."""
+    try:
+        problem = _checked_legacy(la, state)
+        _warn_of_changes(la, state, "temperature", "enable_backprop")
+        return _of_legacy_state(la.snapshot().uncalibrated().with_problem(problem), state)
+    except Exception as error:
+        if isinstance(error, StateError | Warning) or ran_out(error):
+            raise
+        reason = str(error).removesuffix(".") if isinstance(error, LaplaceError) else repr(error)
+        _refuse(f"saved this state, which does not fit this object: {reason}", error)
+
+
+def _checked_legacy(la: BaseLaplace, state: Mapping[str, Any]) -> Problem:
+    """The problem that a state is of, if it is one of this object."""
+    _check_legacy_class(la, state["cls_name"])
+    missing = [key for key in _LEGACY_KEYS if key not in state]
+    if missing:
+        _refuse(f"saved this state, which lacks {missing}; it is truncated")
+    if state["likelihood"] != la.likelihood_object.name:
+        likelihood = la.likelihood_object.name
+        _refuse(f"saved this state for likelihood={str(state['likelihood'])!r}, this object has {likelihood!r}")
+    mean, numbers = state["mean"], (float(state["n_data"]), float(state["n_outputs"]))
+    if not isinstance(mean, Tensor) or 0 in numbers:
+        _refuse("saved this state before a fit: there is nothing to load")
+    if not isinstance(state["enable_backprop"], bool):
+        _refuse(f"saved this state with enable_backprop={state['enable_backprop']!r}; it must be True or False")
+    problem = _legacy_problem(la, state)
+    _check_legacy_mean(problem, mean)
+    return problem
+
+
+def _check_legacy_class(la: BaseLaplace, name: Any) -> None:
+    """Refuses states of other classes than this object's, and of those that are not read."""
+    own, choices = type(la).__name__, la.snapshot().choices
+    whole = la.weights.state().keys() <= {"last_layer_name"}
+    if name == own and whole and choices.structure.by_hand is not None:
+        return
+    if name in _LEGACY_CLASSES:
+        _refuse(f"saved the state of a {name}, this object is a {own}; load it into a {name}")
+    _refuse(f"saved the state of a {name}; only those of {', '.join(_LEGACY_CLASSES)} can be read: call fit again")
+
+
+def _legacy_problem(la: BaseLaplace, state: Mapping[str, Any]) -> Problem:
+    """The random weights of this object, of the last layer that the state names."""
+    given, own = state.get("_last_layer_name"), la.weights.state().get("last_layer_name")
+    if given is not None and own not in (None, given):
+        _refuse(f"saved this state of the last layer {given!r}, this object has {own!r}; construct it with that name")
+    problem = la.weights.problem if given is None else la.weights.named(given)
+    if problem is None:
+        _refuse("saved this state without the name of the last layer; construct the object with last_layer_name=")
+    return problem
+
+
+def _check_legacy_mean(problem: Problem, mean: Tensor) -> None:
+    """Requires the values of the network's weights, to the rounding of the coarser dtype."""
+    weights = problem.mean().detach()
+    if mean.shape != weights.shape:
+        _refuse(f"saved this state of {mean.numel()} parameters, this object has {weights.numel()}")
+    dtypes = {mean.dtype, *(problem.tensor(slot.name).dtype for slot in problem.slots)}
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
+    values = mean.to(weights)
+    if not torch.allclose(values, weights, rtol=4 * rounding, atol=torch.finfo(weights.dtype).tiny):
+        largest = (values - weights).abs().max().item()
+        _refuse(
+            f"saved this state at other weights of the network, up to {largest:.3g} away from those that it has; load "
+            "the weights at which it was fitted into the model first"
+        )
+
+
+def _of_legacy_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:
+    """The posterior of a checked state."""
+    from laplace.compat.kron import Kron  # legacy values are imported by those who use them
+
+    posterior = posterior.assigned(**{name: _as_number(state[name]) for name in _HYPER_PARAMETERS})
+    H = Kron(state["H"]) if isinstance(state["H"], list) else state["H"]
+    numbers = {name: state[name] for name in ("loss", "n_data", "n_outputs")}
+    made = with_parts(without_data(posterior), H=H, **numbers)
+    return replace(made, data=made.require_fitted().completed())
+
+
+def _as_number(value: Any) -> Any:
+    """A single number as such: as a tensor it would come back with its dimensions."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
+    raise StateError(f"laplace-torch {reason}.") from cause

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from laplace import tuning
-from laplace.attributes import NamedPosterior
 from laplace.core.arguments import as_tensor, check_call, check_counts, checked, positive
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
@@ -33,6 +32,7 @@ from laplace.fitting.options import FitOptions, check_override
 from laplace.function_space.variational import Energy, Inducing, InducingPass, VariationalCurvature
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.network.model_guard import autograd_mode
+from laplace.parametric import NamedPosterior
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
