@@ -45,6 +45,13 @@ _ENTRY_COST = 16
 """An entry that is gathered takes about as long as this many in a matrix product."""
 
 
+def chunks(count: int, n_numbers: int) -> Iterator[slice]:
+    """Slices of `count` items, each with so many numbers in float64, of at most about `CHUNK_BYTES`."""
+    step = max(1, CHUNK_BYTES // max(1, 8 * n_numbers))  # a tensor may be empty
+    for start in range(0, count, step):
+        yield slice(start, start + step)
+
+
 @dataclass(frozen=True, eq=False)
 class RankOne:
     """Outer products g ⊗ a, one for every sample and cotangent."""
@@ -329,13 +336,8 @@ class Block(ABC):
 
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
-        per_datum = self.n_cotangents * self.size * 8
-        step = max(1, CHUNK_BYTES // max(1, per_datum))  # a tensor may be empty
-        if 0 < self.n_data <= step:
-            yield self.dense()
-            return
-        for start in range(0, self.n_data, step):
-            yield self.at(slice(start, start + step)).dense()
+        for data in chunks(self.n_data, self.n_cotangents * self.size):
+            yield (self if data.stop - data.start >= self.n_data else self.at(data)).dense()
 
     def add_squares(self, running: Tensor) -> None:
         """Adds Σ J² over samples and cotangents to a running sum `[p]`, in place."""
@@ -376,11 +378,11 @@ class Block(ABC):
 
     def combined(self, weights: Tensor) -> Tensor:
         """Σ_kb w_sbk J_kb, `[S, p]`, for weights `[S, B, K]`: the transpose of `apply`."""
-        starts, pieces = 0, []
+        start, pieces = 0, []
         for piece in self.pieces():
-            stop = starts + piece.shape[1]
-            pieces.append(torch.einsum("kbp,sbk->sp", piece, weights[:, starts:stop]))
-            starts = stop
+            stop = start + piece.shape[1]
+            pieces.append(torch.einsum("kbp,sbk->sp", piece, weights[:, start:stop]))
+            start = stop
         return total(pieces)
 
     def pull(self, cotangents: Tensor) -> Tensor:

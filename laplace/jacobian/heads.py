@@ -11,11 +11,9 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES, Block, ProductBasis, RankOne, TensorShape, all_of
+from laplace.jacobian.blocks import Block, ProductBasis, RankOne, TensorShape, all_of, chunks
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
-
-_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +94,8 @@ class HeadRows(Block):
 
     def _parts(self, n_vectors: int) -> Iterator[HeadRows]:
         """Consecutive data, so few that the rows of their outputs fit a chunk."""
-        step = max(1, CHUNK_BYTES // (_BYTES * n_vectors * self.n_cotangents * self.features.shape[1]))
-        for start in range(0, self.n_data, step):
-            yield self.at(slice(start, start + step))
+        for data in chunks(self.n_data, n_vectors * self.n_cotangents * self.features.shape[1]):
+            yield self.at(data)
 
 
 class Head(Block):

@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.core.positions import OutputChoice
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument
-from laplace.jacobian.blocks import CHUNK_BYTES, Block, DenseBlock, ProductBasis, RankOne, from_state, total
+from laplace.jacobian.blocks import Block, DenseBlock, ProductBasis, RankOne, chunks, from_state, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import flat_product
 
@@ -79,10 +79,10 @@ class GroupedBlock(Block):
             return super().weighted_gram(weights)
         shape = (-1, factors.n_outputs) if factors.input_first else (factors.n_outputs, -1)
         matrix = weights.view(shape) if factors.input_first else weights.view(shape).T  # [I, O]
-        per_group = 8 * self.group_size**2 * (sum(matrix.shape) + self.whole.n_cotangents * factors.n_outputs)
-        step = max(1, CHUNK_BYTES // per_group) * self.group_size
-        factors = factors.to(weights.dtype)
-        parts = [self._gram(factors, matrix, slice(i, i + step)) for i in range(0, self.whole.n_data, step)]
+        factors, n = factors.to(weights.dtype), self.group_size
+        per_group = n**2 * (sum(matrix.shape) + self.whole.n_cotangents * factors.n_outputs)
+        groups = chunks(self.n_data, per_group)
+        parts = [self._gram(factors, matrix, slice(n * some.start, n * some.stop)) for some in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gram(self, factors: RankOne, matrix: Tensor, rows: slice) -> Tensor:
@@ -148,9 +148,8 @@ class Jacobian:
 
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[b, K, P]` over consecutive data, each at most about `CHUNK_BYTES`."""
-        step = max(1, CHUNK_BYTES // (8 * self.n_cotangents * sum(block.size for block in self.blocks)))
-        for start in range(0, self.n_data, step):
-            yield self.at(slice(start, start + step)).dense()
+        for data in chunks(self.n_data, self.n_cotangents * sum(block.size for block in self.blocks)):
+            yield self.at(data).dense()
 
     def at(self, data: slice | Tensor) -> Jacobian:
         """The Jacobian of some of the data: a slice, or indices `[n]`."""

@@ -22,6 +22,7 @@ from laplace.jacobian.blocks import (
     all_of,
     at_outputs,
     by_row,
+    chunks,
     concatenated,
     entries_of,
     sum_of_squares,
@@ -495,11 +496,9 @@ class OuterBlock(FactoredBlock):
         if self.inputs is None:
             return torch.einsum("kbgo,sbk->sgo", self.g[:, :, 0], weights).flatten(1)
         order, parts = "gio" if self.input_first else "goi", []
-        per_datum = len(weights) * self.n_positions * self.groups * self.n_outputs * 8
-        size = max(1, CHUNK_BYTES // per_datum)
-        for start in range(0, self.n_data, size):
-            part = self.at(slice(start, start + size))
-            outputs = torch.einsum("kbtgo,sbk->sbtgo", part.g, weights[:, start : start + size])
+        for data in chunks(self.n_data, len(weights) * self.n_positions * self.groups * self.n_outputs):
+            part = self.at(data)
+            outputs = torch.einsum("kbtgo,sbk->sbtgo", part.g, weights[:, data])
             parts.append(torch.einsum(f"sbtgo,btgi->s{order}", outputs, part.inputs))
         return total(parts).flatten(1)
 
@@ -510,11 +509,9 @@ class OuterBlock(FactoredBlock):
 
     def _by_position(self, steps: Tensor) -> Tensor:
         """Σ_t g·(a v), `[S, B, K]`, of vectors `[S, G, O, I]`: no dense piece is made."""
-        per_datum = len(steps) * self.n_positions * self.groups * self.n_outputs * 8
-        size = max(1, CHUNK_BYTES // per_datum)
         parts: list[Tensor] = []
-        for start in range(0, self.n_data, size):
-            part = self.at(slice(start, start + size))
+        for data in chunks(self.n_data, len(steps) * self.n_positions * self.groups * self.n_outputs):
+            part = self.at(data)
             outputs = torch.einsum("btgi,sgoi->sbtgo", part.inputs, steps)
             parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
         return torch.cat(parts, 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,14 +45,6 @@ _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Datum:
-    """One sample whose positions are differentiated a few at a time."""
-
-    batch: ForwardPass  # Its forward pass
-    outputs: Tensor | None  # Which outputs of every position, `[T, K]`; None for all
-
-
 class NativeEngine(CurvatureEngine):
     """Base of all native curvature: Jacobians from layer inputs and output gradients, and proven plans.
 
@@ -78,7 +70,8 @@ class NativeEngine(CurvatureEngine):
     ) -> Generator[tuple[Jacobian, Tensor]]:
         n_data, step, passes = self._first_pass(x, choice, create_graph=create_graph)
 
-        def computed(part: slice) -> _Datum | tuple[Jacobian, Tensor]:
+        def computed(part: slice) -> tuple[Jacobian | Callable[[slice], Jacobian], Tensor, int]:
+            """A Jacobian, or for a single sample a function of its positions, how many at once; and outputs."""
             some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
             batch = passes.pop() if passes else self.forward(some, create_graph=create_graph)
             if batch.n_data != part.stop - part.start:
@@ -88,15 +81,18 @@ class NativeEngine(CurvatureEngine):
                 )
             start = part.start * batch.capture.n_positions
             outputs = None if choice is None else choice.at(batch.f, batch.positions, start)
+            f = batch.at_outputs(outputs)
             if batch.mixes and batch.n_data == 1:
-                return _Datum(batch, outputs)
-            return batch.jacobian(outputs), batch.at_outputs(outputs)
+                at_once = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * f.shape[1]))
+                return partial(batch.jacobian, outputs), f, at_once
+            return batch.jacobian(outputs), f, 0
 
-        for _, part in in_slices(n_data, step, computed, DATUM):
-            if isinstance(part, _Datum):
-                yield from self._positions(part)
+        for _, (jacobian, f, at_once) in in_slices(n_data, step, computed, DATUM):
+            if isinstance(jacobian, Jacobian):
+                yield jacobian, f
             else:
-                yield part
+                for rows, part in in_slices(len(f), at_once, jacobian, POSITION):
+                    yield part, f[rows]
 
     def _first_pass(
         self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
@@ -120,18 +116,6 @@ class NativeEngine(CurvatureEngine):
             return batch.n_data, batch.n_data, [batch]  # slices of the data, too
         parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))
         return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
-
-    def _positions(self, datum: _Datum) -> Generator[tuple[Jacobian, Tensor]]:
-        """The Jacobian of one sample, by as many of its positions at once as the memory budget allows."""
-        batch, outputs = datum.batch, datum.outputs
-        values = batch.at_outputs(outputs)
-        step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * values.shape[1]))
-
-        def computed(part: slice) -> tuple[Jacobian, Tensor]:
-            return batch.jacobian(outputs, part), values[part]
-
-        for _, rows in in_slices(len(batch.f), step, computed, POSITION):
-            yield rows
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         batch = self.forward(x, create_graph=create_graph)
