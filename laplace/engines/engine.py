@@ -1,4 +1,4 @@
-"""Base of curvature engines: options, and primitives of a batch, from which each structure takes the one it needs."""
+"""Base of curvature engines, which compute what structures ask for, batch by batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Sinks: what structures sum over batches.
 
-An engine adds to a sink what it computes: cotangents by cotangents, heads without a root of Λ, or what a package gives.
+An engine adds blocks of a weighted Jacobian, a chunk of cotangents at a time, heads without a root of Λ, or the whole
+quantity of a batch.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class MatrixSum:
         return all_finite(own)
 
 
-# Symmetric products in packed form: of a_i a_j and a_j a_i, and of the entries of symmetric matrices, one is held.
+# Packed symmetric products: of a_i a_j and a_j a_i, and of symmetric entries, one is stored.
 
 
 _STRIP = 8
@@ -251,13 +251,13 @@ def _places(n: int, device: torch.device) -> Tensor:
 #
 #     Σ_kb J J'ᵀ = Σ_b (Σ_k g_kb g'_kbᵀ) ⊗ (a_b a'_bᵀ),
 #
-# one matrix product `[O·O', B] × [B, I·I']`: K times less work than with J multiplied out. The other way round,
+# one matrix product `[O·O', B] × [B, I·I']`: K times less work than with a dense J. The other way round,
 #
 #     J_b S J'_bᵀ = g_b (S · (a_b ⊗ a'_b)) g'_bᵀ
 #
 # contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more
 # than a quarter of the numbers, since both sides are symmetric. So sums (`PairSum`) and matrices (`PairedMatrix`) are
-# held pair by pair. A head, whose outputs are the network's, is one layer with inputs [φ, 1] and g = I:
+# stored pair by pair. A head, whose outputs are the network's, is one layer with inputs [φ, 1] and g = I:
 # Σ_b Λ_b ⊗ (φ_b φ_bᵀ).
 
 
@@ -450,7 +450,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-# Products with a matrix by layers, without J: of a matrix the inputs are contracted first, then the outputs.
+# Products J S Jᵀ and J M by layers, without J: the inputs are contracted first, then the outputs.
 
 
 class PairedMatrix:

@@ -1,4 +1,4 @@
-"""The block of an embedding: rows of a table, of which a is one-hot and held as indices."""
+"""The block of an embedding: a is one-hot, and stored as row indices of the table."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from laplace.network.recomputation import COMPUTED_AGAIN
 from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem, reduce_features
 
-# One forward pass that remembers what its layer rules need, ready for any number of backward passes.
+# Recording: outputs with the calls of modules and functions that have random parameters.
 
 
 class Owner(NamedTuple):
@@ -321,7 +321,7 @@ def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple
     return (_ContiguousGradient.apply(args[0]), *args[1:])
 
 
-# Calls that a forward pass records, of modules and functions with random parameters, and the blocks that they give.
+# The block of a tensor: from its recorded calls, or by a fallback.
 
 
 @dataclass(frozen=True)
@@ -477,7 +477,7 @@ Plan = tuple[JacobianRule, ...]
 """One rule per parameter."""
 
 
-# One captured forward pass and the Jacobian blocks that its backward passes give.
+# All blocks of a batch.
 
 
 _CACHED = 2**24

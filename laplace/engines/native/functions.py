@@ -102,11 +102,7 @@ class LayerCall:
         return self.by
 
 
-# Calls of PyTorch's functions with random parameters: products, convolutions, tables, sums with what has no data.
-#
-# A layer rule knows a module; these know one operation, whichever module it is written in: a weight used through
-# `F.linear`, stored as `[in, out]`, or packed with others, a convolution whose module pads the images by itself, a
-# scale w ⊙ h, a table of positions that is added to all data.
+# Calls of functions: products, convolutions, tables, and sums or products with what has no batch dimension.
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +264,7 @@ class SpreadCall(FunctionCall):
         return pulled.unflatten(0, g.shape[:2]).to(g.dtype)
 
 
-# Watches PyTorch's functions during one forward pass, for the random parameters that no module's rule explains.
+# The observer of PyTorch's functions.
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -448,7 +444,7 @@ class Observer(TorchFunctionMode):
         self._record(call, index, result, [])
         self._operands[id(result)] = Operand(result, result, name, call)
 
-    # What has no data dimension, until it meets the data.
+    # Tensors without a batch dimension, up to the sum or product in which they meet the data.
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         given = (*args, *kwargs.values())

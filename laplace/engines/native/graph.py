@@ -1,8 +1,7 @@
 """What autograd's graph says of the uses of a weight, whatever numbers the data have.
 
-A probe cannot see a use that contributes zero to its batch: behind a dead ReLU, a closed gate, a mask. Every forward
-pass has a graph of its own, from which such a use is missing only if the pass did not come by. So all that reads a
-weight there is compared with the calls that were recorded, in every pass.
+A probe cannot see a use that contributes zero to its batch: behind a dead ReLU, a closed gate, a mask. The graph of a
+forward pass holds it all the same. So in every pass the nodes that read a weight are compared with the recorded calls.
 """
 
 from __future__ import annotations

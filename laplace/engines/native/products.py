@@ -2,9 +2,6 @@
 
 J v is the derivative of Jᵀ u with respect to u, so that reverse mode gives both directions (Pearlmutter, 1994;
 Schraudolph, 2002), for every module that can be differentiated twice.
-
-
-The outputs of a batch as a linear function of the random entries, and its transpose, for many vectors at once.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ autograd knows for certain, with random r `[B]` and u `[B, C]`,
 
     Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
 
-where the left side uses the per-sample factors of cotangents u, *unweighted*, and weighs them after. A parameter whose
-uses fail with every axis of the data goes down the ladder of fallbacks, probed in the same way. Rows that are no
-dimension of data (routed to experts, or packed) are told apart by `Routing`; parameters without a gradient are unused,
-or used in a way that autograd cannot see, of which `check_unreached` warns.
+where the left side contracts the per-sample blocks for the *unweighted* cotangents u with r afterwards. A parameter
+whose uses fail for every batch axis goes down the ladder of fallbacks, probed in the same way. `Routing` finds the
+samples of rows without a batch dimension (routed to experts, or packed). Parameters without a gradient are unused, or
+used in a way that autograd cannot see, of which `check_unreached` warns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from laplace.network.model_guard import same_random_state
 from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem
 
-# The numbers that a rule must reproduce, and how closely.
+# The probe: the numbers that a rule must reproduce, and how closely.
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -185,6 +185,9 @@ def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
         return tensor
     steps = torch.randint(-3, 4, tensor.shape, generator=digits, dtype=torch.int8).to(tensor)
     return torch.addcmul(tensor.detach(), tensor.detach(), steps, value=torch.finfo(tensor.dtype).eps)
+
+
+# The plan: for every parameter the first of its candidates that passes the probe.
 
 
 def make_plan(
@@ -331,6 +334,9 @@ def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterat
             yield routed(roles, routing.by_datum([role.call for role in roles]))
 
 
+# Outputs with positions: which tensors have a row for every position.
+
+
 def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
     """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
 
@@ -440,6 +446,9 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+# The ladder of fallbacks.
+
+
 _COTANGENTS = 3
 """Number of cotangents in a fallback's proof: with one, swapped cotangents would go unnoticed."""
 
@@ -475,6 +484,9 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, pr
         "fewer digits than its weights and outputs have. Data that are meant to depend on each other, as nodes of a "
         "graph do, go in as positions of one datum: inputs [1, N, ...], outputs [1, N, C]."
     )
+
+
+# Rows without a batch dimension.
 
 
 _AT_ONCE = 2**22
@@ -572,6 +584,9 @@ def _between(known: Tensor, numbers: Tensor, count: int) -> Tensor:
     left = right - 1
     step = (values[right] - values[left]) * (row - ends[left]) // (ends[right] - ends[left])
     return torch.where(known, values[right], values[left] + step)
+
+
+# Parameters without a gradient.
 
 
 _CHANGE = 1e-3

@@ -1,9 +1,9 @@
 """A cache of proofs, for later fits of an unchanged network and for batches of other sizes.
 
-How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
-and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most.
-Those of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is
-zero hides what is behind it), tensors or attributes, and must be what they were.
+A record of a forward pass holds the operations of autograd's graph, with their settings and shapes, and the tensors at
+its leaves. Two passes with the same record differ at most in numbers. The numbers of inputs are no part of a proof
+(`JacobianRule.proven`); those of the network may be (a gate that is zero hides what is behind it), so all tensors and
+attributes of the network must be unchanged.
 """
 
 from __future__ import annotations

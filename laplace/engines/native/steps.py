@@ -1,4 +1,4 @@
-"""Recurrent and attention layers by matrix products that can be observed: PyTorch runs theirs inside one function."""
+"""Recurrent and attention layers by matrix products that can be observed; PyTorch runs them inside one function."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# LSTM, GRU and plain recurrent layers step by step: PyTorch runs all steps, or both products, inside one function.
+# LSTM, GRU and plain recurrent layers, step by step.
 #
 # A recurrent weight is a linear layer whose positions are the steps. Zeros are added to its outputs at every step: the
 # gradient with respect to them is that of all steps.
-
-
-# `nn.MultiheadAttention` by matrix products that can be observed: PyTorch's own runs them inside one function.
 
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -132,6 +129,9 @@ _CELL: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "rnn_tanh": lambda given, recurrent, _: (torch.tanh(given + recurrent),),
     "rnn_relu": lambda given, recurrent, _: (torch.relu(given + recurrent),),
 }
+
+
+# `nn.MultiheadAttention`.
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
