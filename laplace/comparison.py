@@ -184,22 +184,7 @@ def _with_error(value: float, error: float) -> str:
 
 
 def scores_of(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> dict[str, Tensor]:
-    """Scores of a predictive distribution of B rows, float64 on the CPU, by what the target knows of itself.
-
-    Args:
-        likelihood: p(y | f).
-        summary: The distribution as `Target.scores` read it.
-        y: Checked targets.
-        sigma: Noise, 0-dim or `[C]`.
-
-    Returns:
-        `nll`, and `brier` or `crps` where they have a meaning, `[B]`. Of labels `confidence` in the predicted one, and
-        whether that is right, `agreement`, `[B, L]`. Of numbers `square`, the mean square of the errors of E[y], `[B]`;
-        and, of those that are scored as Gaussians, the shares of intervals that hold them, `coverage_50` and so on.
-
-    Raises:
-        UnsupportedError: The likelihood does not say how good a prediction is.
-    """
+    """Scores of a predictive distribution of B rows, float64 on the CPU, by what the target knows of itself."""
     target = likelihood.target
     known = target.scores
     nll = known["nll"](likelihood, summary, y, sigma) if "nll" in known else _density(likelihood, summary, y, sigma)
@@ -249,12 +234,7 @@ class ScoredData:
         self.datum.append(datum.cpu())
 
     def compared(self, generator: torch.Generator, names: tuple[str, str] = ("network", "posterior")) -> Comparison:
-        """The comparison on all of them.
-
-        Args:
-            generator: Source of what is drawn: resampled data, and labels of calibrated predictions.
-            names: Names of the two.
-        """
+        """The comparison on all of them."""
         network, posterior = ({name: torch.cat(values) for name, values in side.items()} for side in self.scores)
         _, datum = torch.cat(self.datum).unique(return_inverse=True)
         return _compared(network, posterior, datum, generator, names)
@@ -353,9 +333,7 @@ def _of_statistics(
 def resampled(datum: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
     """Numbers of times that every row counts in `N_RESAMPLES` samples of the data with replacement, `[r, B]` at once.
 
-    Args:
-        datum: Index of the datum of every row, `[B]`.
-        generator: Source of randomness; a sample takes N numbers of it, whatever their number at once.
+    A sample takes N random numbers, however many samples are drawn at once.
     """
     n_data, at_once = int(datum.max()) + 1, max(1, _AT_ONCE // len(datum))
     for start in range(0, N_RESAMPLES, at_once):

@@ -51,9 +51,9 @@ from laplace.posterior.user_hooks import (
     with_users_members,
     with_users_values,
 )
-from laplace.predicting import Predicting
+from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
-from laplace.predictive.predict import PosteriorPredictor
+from laplace.predictive.predict import Predictor
 from laplace.saving import Recipe, Saved
 from laplace.state import describe, loaded, moved_with_model
 from laplace.state import save as state_of
@@ -481,7 +481,7 @@ CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
 
-class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
+class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
     """Base of all posteriors over weights; what `Laplace(...)` returns is of a class derived from it.
 
     The arguments are those of `BaseLaplace`.
@@ -1127,8 +1127,8 @@ class ParametricLaplace(Predicting, Saved, Tunable, BaseLaplace):
     # Predictions and tuning.
 
     @property
-    def _predictor(self) -> PosteriorPredictor:
-        return PosteriorPredictor(self.snapshot(), self.enable_backprop)
+    def _predictor(self) -> Predictor:
+        return Predictor(self.snapshot(), self.enable_backprop)
 
     @property
     def _group(self) -> PosteriorGroup:

@@ -1,4 +1,4 @@
-"""Predictions as users call them, of a posterior over weights."""
+"""Predictions as users call them, of a posterior over weights or a mixture of several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames, PredictOptions
-from laplace.predictive.predict import PosteriorPredictor, Predictor, is_loader
+from laplace.predictive.predict import Predictor, is_loader, predicted_batches
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.structures.precision import drawn
 
@@ -36,13 +36,29 @@ _OTHER_NAMES = {
 """Names of other libraries, and what is meant here."""
 
 
-class OutputSampling(ABC):
-    """An object that draws outputs at given inputs: a posterior, or a mixture of several."""
+class Predicting(ABC):
+    """An object that predicts: a posterior over weights, or a mixture of several."""
+
+    @abstractmethod
+    def _call_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Any:
+        """Value of `la(x, ...)`."""
+
+    @abstractmethod
+    def _predict_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
+        """Value of `la.predict(x, ...)`."""
+
+    @abstractmethod
+    def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
+        """Value of `la.functional_samples(x, ...)` or `la.predictive_samples(x, ...)`."""
+
+    @abstractmethod
+    def _require_unsharded(self, what: str) -> None:
+        """Refuses what takes a whole posterior, if every process holds a part of it."""
 
     @property
     @abstractmethod
-    def _predictor(self) -> Predictor:
-        """The posterior, or the mixture, as it is now."""
+    def _group(self) -> PosteriorGroup:
+        """The posterior, or those of a mixture with their weights, as they are now."""
 
     if not TYPE_CHECKING:
 
@@ -51,157 +67,6 @@ class OutputSampling(ABC):
             if name in _OTHER_NAMES:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {_OTHER_NAMES[name]}")
             return object.__getattribute__(self, name)
-
-    @checked
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredTypeName = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        *,
-        outputs: Given = None,
-        group_size: int | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the network's outputs f under the posterior, `[S, B, C]`, without observation noise.
-
-        S is `n_samples`. Samples are independent between inputs, unless `joint` draws them for all inputs together (or
-        for groups of `group_size`). The arguments are those of `__call__`; with `outputs` the shape is `[S, B, K]`. For
-        a network with an output per token or pixel it is `[S, *shape of the network's outputs]`.
-
-        For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021, equation 8).
-        """
-        options = PredictOptions(
-            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
-        )
-        return self._predictor.functional_samples(x, options, **model_kwargs)
-
-    @checked
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredTypeName = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        *,
-        outputs: Given = None,
-        group_size: int | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the mean of y, `[S, B, C]`: class probabilities, or the network's outputs f in a regression.
-
-        They are the samples of `functional_samples` after softmax or sigmoid, with the same arguments and shapes.
-        Reward modelling gives preference probabilities for pairs (C = 2) and rewards for single items.
-        """
-        options = PredictOptions(
-            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
-        )
-        return self._predictor.predictive_samples(x, options, **model_kwargs)
-
-    @property
-    @abstractmethod
-    def _group(self) -> PosteriorGroup:
-        """The posterior, or those of a mixture with their weights, as they are now."""
-
-    @abstractmethod
-    def __call__(self, x: Inputs, **options: Any) -> Any:
-        """Predictive distribution at x."""
-
-    @checked
-    def compare(
-        self,
-        loader: Iterable[Any],
-        *,
-        pred_type: PredTypeName = PredType.GLM,
-        link_approx: LinkName = LinkApprox.PROBIT,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> Comparison:
-        """The network against its posterior on labelled data: a table of scores, and which of the two to use.
-
-        The network is scored by what the likelihood says at its outputs f(x): softmax(f), a Gaussian around f with the
-        noise σ (after `calibrate`, with the noise that suits the network best). The posterior is scored as `la.predict`
-        has it; in a regression as a Gaussian with the mean and the variance of y of every output. Both see the same
-        data, which must be new to training and to tuning. Every difference has its paired standard error. Where an
-        output per token or pixel makes several labels of a datum, that of the data counts, not of labels. For a mixture
-        the network is the ensemble of its networks, with the same weights π.
-
-        Args:
-            loader: Labelled data, batches as `fit` takes them; it is read once. Labels that are ignored do not count.
-            pred_type: `"glm"`: the linearised network. `"nn"`: sampled weights, the same for all data.
-            link_approx: Link approximation of classification, as in `__call__`.
-            n_samples: Number of Monte-Carlo samples, where samples are drawn.
-            generator: Random generator of samples, resampled data and labels; None for seed 0. Equal seeds give equal
-                results.
-            progress_bar: Show a progress bar.
-
-        Returns:
-            A `Comparison`, which prints as a table; `comparison.rows` has the numbers.
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidArgument: An option is not accepted.
-            InvalidType: The loader is no iterable of batches.
-            InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
-            UnsupportedError: The likelihood does not say how good a prediction is.
-            ModelChangedError: The network was trained further after `fit`.
-
-        Warns:
-            DataWarning: The data are those of the fit, at which the network is surer than elsewhere.
-        """
-        from laplace.tuning.comparing import compare
-
-        options = PredictOptions(
-            pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
-        )
-        return compare(self._predictor, self._group, loader, options, progress_bar=progress_bar)
-
-    @checked
-    def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
-        """The prediction `la(x, **options)` as a plain PyTorch module that needs this library no longer.
-
-        The module holds buffers only, takes batches of any size, returns what `la(x)` returns, and can be
-        differentiated with respect to x. It can be passed to `torch.export.export` with a dynamic batch dimension, to
-        `torch.onnx.export` and to `torch.compile(fullgraph=True)`. It is traced at `example_x`, and checked against the
-        prediction there. Random numbers are drawn now and stored: every datum uses the same ones.
-
-        Args:
-            example_x: Inputs of at least one datum: a tensor, tuple or mapping. The module is called with the tensors
-                in it: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
-            generator: Random generator of the stored numbers.
-            **options: Options of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidData: No data, or a key that cannot be the name of an argument.
-            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; the posterior is
-                sharded over processes; or the module's result differs from the prediction.
-        """
-        from laplace.deployment.export import exported
-
-        self._predictor.check_whole("the export")
-        return exported(self, example_x, generator, options)
-
-
-class Predicting(OutputSampling):
-    """An object that predicts by a posterior over weights.
-
-    Attributes:
-        pred_types: Names of its predictives.
-    """
-
-    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
-
-    @property
-    @abstractmethod
-    def _predictor(self) -> PosteriorPredictor:
-        """The posterior as it is now."""
 
     @checked
     def __call__(
@@ -256,9 +121,10 @@ class Predicting(OutputSampling):
             ModelChangedError: The network was trained further after `fit`.
         """
         options = PredictOptions(
-            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
-        )
-        return self._predictor.call(x, options, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
+            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size,
+            fitting=fitting, observation_noise=observation_noise,
+        )  # fmt: skip
+        return self._call_with(x, options, model_kwargs)
 
     @overload
     def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
@@ -324,12 +190,168 @@ class Predicting(OutputSampling):
             UnsupportedError: `local_reparameterization` without a diagonal posterior, or without `pred_type="nn"`.
         """
         options = PredictOptions(
-            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
-        )
-        more = {"local_reparameterization": local_reparameterization, **model_kwargs}
+            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size,
+            local_reparameterization=local_reparameterization,
+        )  # fmt: skip
         if is_loader(x):
-            return self._predictor.stream(x, options, progress_bar=progress_bar, **more)
-        return self._predictor.predict(x, options, **more)
+            return predicted_batches(self._predict_with, x, options, model_kwargs, progress_bar=progress_bar)
+        return self._predict_with(x, options, model_kwargs)
+
+    @checked
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredTypeName = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        *,
+        outputs: Given = None,
+        group_size: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the network's outputs f under the posterior, `[S, B, C]`, without observation noise.
+
+        S is `n_samples`. Samples are independent between inputs, unless `joint` draws them for all inputs together (or
+        for groups of `group_size`). The arguments are those of `__call__`; with `outputs` the shape is `[S, B, K]`. For
+        a network with an output per token or pixel it is `[S, *shape of the network's outputs]`.
+
+        For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021, equation 8).
+        """
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
+        )
+        return self._samples_with("functional_samples", x, options, model_kwargs)
+
+    @checked
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredTypeName = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        *,
+        outputs: Given = None,
+        group_size: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the mean of y, `[S, B, C]`: class probabilities, or the network's outputs f in a regression.
+
+        They are the samples of `functional_samples` after softmax or sigmoid, with the same arguments and shapes.
+        Reward modelling gives preference probabilities for pairs (C = 2) and rewards for single items.
+        """
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
+        )
+        return self._samples_with("predictive_samples", x, options, model_kwargs)
+
+    @checked
+    def compare(
+        self,
+        loader: Iterable[Any],
+        *,
+        pred_type: PredTypeName = PredType.GLM,
+        link_approx: LinkName = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Comparison:
+        """The network against its posterior on labelled data: a table of scores, and which of the two to use.
+
+        The network is scored by what the likelihood says at its outputs f(x): softmax(f), a Gaussian around f with the
+        noise σ (after `calibrate`, with the noise that suits the network best). The posterior is scored as `la.predict`
+        has it; in a regression as a Gaussian with the mean and the variance of y of every output. Both see the same
+        data, which must be new to training and to tuning. Every difference has its paired standard error. Where an
+        output per token or pixel makes several labels of a datum, that of the data counts, not of labels. For a mixture
+        the network is the ensemble of its networks, with the same weights π.
+
+        Args:
+            loader: Labelled data, batches as `fit` takes them; it is read once. Labels that are ignored do not count.
+            pred_type: `"glm"`: the linearised network. `"nn"`: sampled weights, the same for all data.
+            link_approx: Link approximation of classification, as in `__call__`.
+            n_samples: Number of Monte-Carlo samples, where samples are drawn.
+            generator: Random generator of samples, resampled data and labels; None for seed 0. Equal seeds give equal
+                results.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            A `Comparison`, which prints as a table; `comparison.rows` has the numbers.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            InvalidType: The loader is no iterable of batches.
+            InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
+            UnsupportedError: The likelihood does not say how good a prediction is.
+            ModelChangedError: The network was trained further after `fit`.
+
+        Warns:
+            DataWarning: The data are those of the fit, at which the network is surer than elsewhere.
+        """
+        from laplace.tuning.comparing import compare
+
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
+        )
+        return compare(self._predict_with, self._group, loader, options, progress_bar=progress_bar)
+
+    @checked
+    def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
+        """The prediction `la(x, **options)` as a plain PyTorch module that needs this library no longer.
+
+        The module holds buffers only, takes batches of any size, returns what `la(x)` returns, and can be
+        differentiated with respect to x. It can be passed to `torch.export.export` with a dynamic batch dimension, to
+        `torch.onnx.export` and to `torch.compile(fullgraph=True)`. It is traced at `example_x`, and checked against the
+        prediction there. Random numbers are drawn now and stored: every datum uses the same ones.
+
+        Args:
+            example_x: Inputs of at least one datum: a tensor, tuple or mapping. The module is called with the tensors
+                in it: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
+            generator: Random generator of the stored numbers.
+            **options: Options of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidData: No data, or a key that cannot be the name of an argument.
+            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; the posterior is
+                sharded over processes; or the module's result differs from the prediction.
+        """
+        from laplace.deployment.export import exported
+
+        self._require_unsharded("the export")
+        return exported(self, example_x, generator, options)
+
+
+class PosteriorPredicting(Predicting):
+    """An object that predicts by a posterior over weights.
+
+    Attributes:
+        pred_types: Names of its predictives.
+    """
+
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
+
+    @property
+    @abstractmethod
+    def _predictor(self) -> Predictor:
+        """The posterior as it is now."""
+
+    def _call_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Any:
+        return self._predictor.call(x, options, model_kwargs)
+
+    def _predict_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
+        return self._predictor.predict(x, options, model_kwargs)
+
+    def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
+        return self._predictor.samples(name, x, options, model_kwargs)
+
+    def _require_unsharded(self, what: str) -> None:
+        posterior = self._predictor.posterior
+        posterior.require_fitted()
+        posterior.refuse_sharded(what)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -432,5 +454,5 @@ class Predicting(OutputSampling):
             return source.gaussian(form)
 
 
-overrides.check_class(OutputSampling, OutputSampling)
 overrides.check_class(Predicting, Predicting)
+overrides.check_class(PosteriorPredicting, PosteriorPredicting)

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from laplace import metrics, plotting
-from laplace.comparison import LEVELS, N_BINS, Comparison, ScoredData
-from laplace.core import scores
+from laplace.comparison import N_BINS, Comparison, ScoredData, scores_of
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import check_generator
 from laplace.core.scores import Ranking, calibrated_draws
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.likelihoods.gaussian import Gaussian
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,10 +173,16 @@ class Report:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        draw = _diagrams_of_classes if self._models[0].of_classes else _diagrams_of_targets
-        diagrams = draw(self._models, self._y)
+        models, y, diagrams = self._models, self._y, list[Callable[["Axes"], Any]]()
+        if models[0].of_classes:
+            diagrams.append(lambda ax: _draw_reliability(ax, models, y))
+            diagrams.append(lambda ax: _draw_risk(ax, models, y))
+            diagrams.append(lambda ax: plotting.score_histogram(ax, {m.name: _top(m.probs, y)[0] for m in models}))
+        else:
+            diagrams.append(lambda ax: plotting.quantile_diagram(ax, {m.name: m.moments for m in models}, y))
+            diagrams.append(lambda ax: _draw_coverage(ax, models, y))
         if self._strange:
-            diagrams.append(lambda ax: _draw_strangers(ax, self._models, self._strange))
+            diagrams.append(lambda ax: _draw_strangers(ax, models, self._strange))
         figure, axes = plotting.new_figure(len(diagrams))
         for ax, diagram in zip(axes, diagrams, strict=True):
             diagram(ax)
@@ -202,19 +208,18 @@ class Report:
 
     def __repr__(self) -> str:
         """The verdicts, the scores and what to do next."""
-        lines = [verdict.sentence for verdict in self.verdicts]
-        lines += ["", *self._table_lines(), ""]
+        lines = [*(verdict.sentence for verdict in self.verdicts), ""]
+        if len(self._models) == 2:
+            lines += repr(self.comparison).splitlines()
+        else:
+            rows = [(title, value) for title, value, _, _ in self.comparison.cells()]
+            width = max(len(title) for title, _ in rows)
+            lines += [f"{title.ljust(width)}  {value:>8}" for title, value in rows]
+        lines.append("")
         for name, values in self.ood.items():
             lines.append(f"Data of another kind: AUROC {values['auroc']:.3f}, FPR95 {values['fpr95']:.3f} ({name})")
         lines += [f"- {sentence}" for sentence in self.advice]
         return "\n".join(lines)
-
-    def _table_lines(self) -> list[str]:
-        if len(self._models) == 2:
-            return repr(self.comparison).splitlines()
-        rows = [(title, value) for title, value, _, _ in self.comparison.cells()]
-        width = max(len(title) for title, _ in rows)
-        return [f"{title.ljust(width)}  {value:>8}" for title, value in rows]
 
     def _html(self) -> str:
         def table(rows: Sequence[Sequence[str]]) -> str:
@@ -312,7 +317,8 @@ def of_probabilities(
         model.name: _told_apart(model.probs.amax(1), other.amax(1))
         for model, other in zip(models, strange, strict=False)
     }
-    advice = _advice(verdicts, comparison, len(models), len(y), told, _flagged(rows))
+    flagged = tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))  # Bonferroni's correction
+    advice = _advice(verdicts, comparison, len(models), len(y), told, flagged)
     shown = tuple(sorted(rows, key=lambda row: row.p_value)[:_SHOWN])
     return Report(tuple(verdicts), comparison, shown, told, advice, len(y), models, y, strange)
 
@@ -438,11 +444,6 @@ def _class_rows(probs: Tensor, y: Tensor, classes: Sequence[str] | None) -> list
     return rows
 
 
-def _flagged(rows: list[ClassRow]) -> tuple[str, ...]:
-    """Names of classes that are predicted too often or too seldom (Bonferroni's correction for their number)."""
-    return tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))
-
-
 def _advice(
     verdicts: list[Verdict],
     comparison: Comparison,
@@ -496,13 +497,7 @@ def _places(model: Predictions, y: Tensor) -> Tensor:
 def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
     """Scores of every row, `[N]`, as `la.compare` has them."""
     mean, variance, y = (widened(values.detach().cpu()) for values in (*model.moments, y))
-    shares = (_places(model, y) - 0.5).abs()
-    return {
-        "nll": scores.gaussian_nll(mean, variance, y),
-        "crps": scores.gaussian_crps(mean, variance, y),
-        "square": (y - mean).square().mean(1),
-        **{f"coverage_{p}": widened(shares <= p / 200).mean(1) for p in LEVELS},
-    }
+    return scores_of(Gaussian(), (mean, variance), y, mean.new_zeros(()))
 
 
 def _told_apart(inside: Tensor, outside: Tensor) -> dict[str, float]:
@@ -521,24 +516,6 @@ def _wilson(right: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # Diagrams.
-
-_Diagram = Callable[["Axes"], Any]
-
-
-def _diagrams_of_classes(models: tuple[Predictions, ...], y: Tensor) -> list[_Diagram]:
-    return [
-        lambda ax: _draw_reliability(ax, models, y),
-        lambda ax: _draw_risk(ax, models, y),
-        lambda ax: plotting.score_histogram(ax, {m.name: _top(m.probs, y)[0] for m in models}),
-    ]
-
-
-def _diagrams_of_targets(models: tuple[Predictions, ...], y: Tensor) -> list[_Diagram]:
-    moments = {m.name: m.moments for m in models}
-    return [
-        lambda ax: plotting.quantile_diagram(ax, moments, y),
-        lambda ax: _draw_coverage(ax, models, y),
-    ]
 
 
 def _draw_reliability(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None:

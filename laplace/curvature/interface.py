@@ -27,7 +27,7 @@ from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.loss_adapter import Loss
+from laplace.likelihoods.checks import Loss
 from laplace.weights.base import AllWeights, Subnetwork, Weights
 from laplace.weights.last_layer import FeatureExtractor, LastLayer
 from laplace.weights.problem import Problem

@@ -37,9 +37,8 @@ from laplace.engines.native.rules import BatchAxis
 from laplace.engines.sinks import BlockSink, DiagSink, KronSink, ProductSink, Sink
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
-from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.softmax import classes_of
-from laplace.likelihoods.weighted_targets import Observed
+from laplace.likelihoods.base import Likelihood, Observed
+from laplace.likelihoods.categorical import classes_of
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Caller, Problem, reduce_features
 

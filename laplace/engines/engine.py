@@ -23,8 +23,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.checks import require_logits
-from laplace.likelihoods.loss_adapter import Loss, recovered_targets
+from laplace.likelihoods.checks import Loss, recovered_targets, require_logits
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network.model_guard import preserve_model
 from laplace.network.next_token import TargetRules, TargetsAsGiven

@@ -20,7 +20,7 @@ from laplace.enums import LinkApprox
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.softmax import classes_of
+from laplace.likelihoods.categorical import classes_of
 from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.structures.base import DataPass, require_finite
 from laplace.structures.gp.dual import Span, jacobians, observed, uncounted

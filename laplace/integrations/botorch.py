@@ -29,7 +29,7 @@ from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
 from laplace.predictive.latent import jacobians, shifted
-from laplace.predictive.predict import PosteriorPredictor
+from laplace.predictive.predict import Predictor
 
 
 class LaplaceModel(Model, FantasizeMixin):
@@ -203,7 +203,7 @@ class LaplaceModel(Model, FantasizeMixin):
         if not prod((*batch, q)):
             empty = widened(X.new_zeros(0))
             return empty.view(*batch, q, self.num_outputs), empty.new_zeros(*batch, size, size)
-        predictor = PosteriorPredictor(posterior or self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
+        predictor = Predictor(posterior or self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
         source = predictor.linearised(X.reshape(-1, d).to(predictor.posterior.expansion_point), group_size=q)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
             gaussian = source.gaussian("joint", wide=True)

@@ -20,11 +20,10 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.likelihoods.autodiff": "LikelihoodFromLoss",
         "laplace.likelihoods.base": "Likelihood NoiseFreeLikelihood OutputHessian",
         "laplace.likelihoods.bernoulli": "Bernoulli",
-        "laplace.likelihoods.categorical": "Categorical",
+        "laplace.likelihoods.categorical": "Categorical Preference",
         "laplace.likelihoods.gaussian": "Gaussian",
         "laplace.likelihoods.heteroscedastic": "Heteroscedastic",
         "laplace.likelihoods.poisson": "Poisson",
-        "laplace.likelihoods.preference": "Preference",
     },
     own="LIKELIHOODS get_likelihood",
 )
@@ -32,7 +31,7 @@ __getattr__, __dir__, __all__ = attach(
 LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
 LIKELIHOODS.refer("regression", "laplace.likelihoods.gaussian:Gaussian")
 LIKELIHOODS.refer("classification", "laplace.likelihoods.categorical:Categorical")
-LIKELIHOODS.refer("reward_modeling", "laplace.likelihoods.preference:Preference")
+LIKELIHOODS.refer("reward_modeling", "laplace.likelihoods.categorical:Preference")
 LIKELIHOODS.refer("bernoulli", "laplace.likelihoods.bernoulli:Bernoulli")
 LIKELIHOODS.refer("poisson", "laplace.likelihoods.poisson:Poisson")
 LIKELIHOODS.refer("heteroscedastic", "laplace.likelihoods.heteroscedastic:Heteroscedastic")

@@ -7,11 +7,10 @@ from laplace.core.registry import Registry
 from laplace.likelihoods.autodiff import LikelihoodFromLoss
 from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.bernoulli import Bernoulli
-from laplace.likelihoods.categorical import Categorical
+from laplace.likelihoods.categorical import Categorical, Preference
 from laplace.likelihoods.gaussian import Gaussian
 from laplace.likelihoods.heteroscedastic import Heteroscedastic
 from laplace.likelihoods.poisson import Poisson
-from laplace.likelihoods.preference import Preference
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]]
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.distributions import Distribution, constraints
 from torch.func import grad, vjp, vmap
 
@@ -51,7 +51,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
             y: Its target, one row of the batch's targets.
         """
 
-    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, f: Tensor, n: int, generator: Generator | None = None) -> Tensor:
         """Targets drawn from p(y | f), `[n, B, …]`, for outputs `[B, C]`.
 
         Raises:
@@ -112,7 +112,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
 
     def sample_gradients(
-        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: Generator | None = None
     ) -> Tensor:
         """Gradients at targets from `sample`, `[S, B, C]`: their second moment is the Fisher matrix."""
         targets = self.sample(f.detach(), n_samples, generator)
@@ -136,12 +136,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
 
 
 class DistributionFromLoss(Distribution):
-    """p(y | f) by the methods of a likelihood.
-
-    Args:
-        likelihood: Has `sample`, `negative_log_likelihood` and `inverse_link`.
-        f: Outputs `[..., C]`.
-    """
+    """p(y | f) by the methods of a likelihood, for outputs `[..., C]`."""
 
     def __init__(self, likelihood: LikelihoodFromLoss, f: Tensor) -> None:
         super().__init__(f.shape[:-1], f.shape[-1:], validate_args=False)
@@ -150,12 +145,10 @@ class DistributionFromLoss(Distribution):
 
     @property
     def arg_constraints(self) -> dict[str, constraints.Constraint]:
-        """None."""
         return {}
 
     @property
     def support(self) -> constraints.Constraint:
-        """All targets."""
         return constraints.real_vector
 
     @property
@@ -170,11 +163,7 @@ class DistributionFromLoss(Distribution):
         return 0.5 * (first - second).square()
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Targets `[*sample_shape, ..., C]`, of the global random numbers.
-
-        Raises:
-            UnsupportedError: The likelihood has targets of another shape.
-        """
+        """Targets `[*sample_shape, ..., C]`, of the global random numbers."""
         rows = self.f.detach().flatten(0, -2)
         targets = self.likelihood.sample(rows, math.prod(sample_shape))
         if targets.shape[1:] != rows.shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from laplace.core.checks import require
@@ -70,7 +70,7 @@ class Bernoulli(NoiseFreeLikelihood):
         return OutputHessian(torch.sigmoid(f) * torch.sigmoid(-f))
 
     def sample_gradients(
-        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: Generator | None = None
     ) -> Tensor:
         """σ(f) − ŷ with ŷ ~ Bernoulli(σ(f)), `[S, B, C]`."""
         drawn = uniform((n_samples, *f.shape), f, generator) < torch.sigmoid(f.detach())
@@ -81,12 +81,7 @@ class Bernoulli(NoiseFreeLikelihood):
         return torch.sigmoid(f)
 
     def predict(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
+        self, mean: Tensor, covariance: Tensor, link: str, n_samples: int = 100, generator: Generator | None = None
     ) -> Tensor:
         """Probabilities of 1, `[B, C]`; probit: σ(μ / √(1 + π/8 · v)) (MacKay, 1992); delta: σ(μ) + ½ σ″(μ) v.
 

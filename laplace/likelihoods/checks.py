@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn import functional
 
+from laplace.core import batch as batches
 from laplace.core.checks import require, where_not_finite
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import ApproximationWarning, InvalidData, warn
+from laplace.errors import ApproximationWarning, InvalidData, UnsupportedError, warn
 
 if TYPE_CHECKING:
     from laplace.likelihoods.base import Likelihood
@@ -24,11 +26,7 @@ _VOID = 255
 
 
 def check_outputs(f: Tensor) -> None:
-    """Requires finite outputs `[B, C]`.
-
-    Raises:
-        InvalidData: Another number of dimensions, NaN or infinite entries.
-    """
+    """Requires finite outputs `[B, C]`."""
     if f.ndim != 2:
         raise InvalidData(f"The network's outputs have shape {list(f.shape)}; [B, C] is accepted: reshape them.")
     require(
@@ -41,11 +39,7 @@ def check_outputs(f: Tensor) -> None:
 
 
 def check_tensor(y: Tensor) -> Tensor:
-    """Requires a real tensor.
-
-    Raises:
-        InvalidData: Not a tensor, or a complex one.
-    """
+    """Requires a real tensor."""
     if not isinstance(y, Tensor):
         raise InvalidData(f"Targets are of type {type(y).__name__}; a torch.Tensor is accepted: see torch.as_tensor.")
     if y.is_complex():
@@ -59,11 +53,7 @@ _OF_CLASSES = (
 
 
 def check_values(f: Tensor, y: Tensor) -> Tensor:
-    """Real-valued targets of the shape of the outputs, cast to their dtype and device.
-
-    Raises:
-        InvalidData: Another shape, NaN or infinite entries.
-    """
+    """Real-valued targets of the shape of the outputs, cast to their dtype and device."""
     values = check_tensor(y)
     if values.shape != f.shape:
         of_classes = f.ndim == 2 and f.shape[-1] > 1 and values.ndim == 1 and not values.is_floating_point()
@@ -77,11 +67,7 @@ def check_values(f: Tensor, y: Tensor) -> Tensor:
 
 
 def require_finite_targets(y: Tensor) -> None:
-    """Requires finite targets.
-
-    Raises:
-        InvalidData: NaN or infinite entries.
-    """
+    """Requires finite targets."""
     require(
         torch.isfinite(y),
         lambda: InvalidData(
@@ -91,11 +77,7 @@ def require_finite_targets(y: Tensor) -> None:
 
 
 def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64, or soft labels `[B, C]` in the dtype of f.
-
-    Raises:
-        InvalidData: Another shape or dtype, a label out of range, or rows that are no probabilities.
-    """
+    """Integer labels `[B]`, in [0, C) or `ignore_index`, as int64, or soft labels `[B, C]` in the dtype of f."""
     given = check_tensor(y)
     if given.shape == f.shape:
         return check_soft_labels(f, given)
@@ -145,11 +127,7 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
 
 
 def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
-    """Rows of probabilities `[B, C]`, one-hot integers among them, in the dtype of f; sums are made exact.
-
-    Raises:
-        InvalidData: A negative entry, NaN, or a sum that is not 1.
-    """
+    """Rows of probabilities `[B, C]`, one-hot integers among them, in the dtype of f; sums are made exact."""
     given = y.to(f.device)
     rows = widened(given)
     sums = rows.sum(1, keepdim=True)
@@ -185,10 +163,6 @@ def for_each(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """`function` of the rows of each datum, `[B, ...]`: at once by `torch.func.vmap`, or else one by one.
 
     What reads a number (`f[y]`, `int(y)`, a branch on values) runs one by one only.
-
-    Args:
-        function: Of one row of every tensor.
-        *rows: Tensors `[B, ...]`.
     """
     try:
         return vmap(function)(*rows)
@@ -215,14 +189,6 @@ def require_logits(likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> Non
     """Refuses outputs that are probabilities already; logarithms of probabilities are logits.
 
     A softmax is seen by its values, a sigmoid by the operation that gave the outputs: numbers in (0, 1) may be logits.
-
-    Args:
-        likelihood: What the outputs are taken for.
-        f: Outputs of the first data, `[B, C]`, with their graph if there is one.
-        dtype: The network's, which rounds the sum of a row.
-
-    Raises:
-        InvalidData: They are.
     """
     if likelihood.activation == "softmax" and _are_distributions(f.detach(), dtype):
         raise InvalidData(_refusal(likelihood, "softmax", "every row of them is at least 0 and adds up to 1"))
@@ -234,10 +200,6 @@ def warn_of_sigmoid(likelihood: Likelihood, f: Tensor) -> None:
     """Warns where a softmax is taken of the numbers in (0, 1) that a sigmoid gives.
 
     They are no distributions, and may be logits of a network that was trained like this: so it is no error.
-
-    Args:
-        likelihood: What the outputs are taken for.
-        f: Outputs `[..., C]`, with their graph.
     """
     if likelihood.activation != "softmax" or not _ends_in_sigmoid(f.grad_fn):
         return
@@ -278,3 +240,51 @@ def _ends_in_sigmoid(node: Any) -> bool:
     if node.name().startswith("Sigmoid"):
         return True
     return node.name() in _PASSED and all(_ends_in_sigmoid(before) for before, _ in node.next_functions)
+
+
+# Targets that a loss around a likelihood's own stands for, as scripts write it to reshape or to scale targets.
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""A loss of outputs `[B, C]` and targets, summed over the data, in the scale of PyTorch's module."""
+
+
+def recovered_targets(likelihood: Likelihood, loss: Loss, f: Tensor, y: Tensor) -> Tensor:
+    """Checked targets t at which the likelihood's own loss is that of a user, ℓ(f, y).
+
+    With E[t | f] the mean of a likelihood whose loss has the gradient E[t | f] − t, targets are E[t | f] − ∂ℓ/∂f.
+    """
+    factor = likelihood.torch_loss()[1]
+    with torch.inference_mode(False), torch.enable_grad():
+        outputs = f.detach().clone().requires_grad_()
+        try:
+            value = loss(outputs, y)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if ran_out(error):
+                raise
+            raise _no_transform(likelihood) from error
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise _no_transform(likelihood)
+        (gradient,) = torch.autograd.grad(factor * value.sum(), outputs)
+    targets = likelihood.check_targets(f, _targets(likelihood, likelihood.inverse_link(f) - gradient, y))
+    own, given = likelihood.loss(f, targets), factor * value.detach().reshape(())
+    allowed = torch.finfo(f.dtype).eps ** 0.5 * (1 + own.abs())
+    require((own - given).abs() <= allowed, lambda: _no_transform(likelihood))
+    return targets
+
+
+def _targets(likelihood: Likelihood, values: Tensor, y: Tensor) -> Tensor:
+    """Targets from computed values `[B, C]`; ignored labels, whose loss has no gradient, stay ignored."""
+    if likelihood.ignore_index is None or y.shape != values.shape[:1] or y.is_floating_point():
+        return likelihood.as_targets(values)
+    ignored = batches.is_ignored(y, likelihood.ignore_index)
+    any_label = functional.one_hot(torch.zeros_like(y), values.shape[1]).to(values)
+    targets = likelihood.as_targets(torch.where(ignored.unsqueeze(1), any_label, values))
+    return targets.masked_fill(ignored, likelihood.ignore_index) if targets.ndim == 1 else targets
+
+
+def _no_transform(likelihood: Likelihood) -> UnsupportedError:
+    return UnsupportedError(
+        f"the lossfunc that was assigned to the backend is not the loss of likelihood={likelihood.name!r}, summed over "
+        "the data, at other targets: curvature and evidence would not belong to it. Pass a likelihood object with this "
+        "loss (docs/extending.md, A likelihood)."
+    )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -57,7 +57,7 @@ class Gaussian(Likelihood):
         return OutputHessian(torch.ones_like(f))
 
     def sample_gradients(
-        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: Generator | None = None
     ) -> Tensor:
         """Residuals f − ŷ with ŷ ~ N(f, 1), `[S, B, C]`: standard normal numbers."""
         return standard_normal((n_samples, *f.shape), f, generator)
@@ -107,12 +107,7 @@ class Gaussian(Likelihood):
         return f
 
     def predict(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
+        self, mean: Tensor, covariance: Tensor, link: str, n_samples: int = 100, generator: Generator | None = None
     ) -> Tensor:
         """The mean of the latents, whatever the link, `[B, C]`."""
         return mean

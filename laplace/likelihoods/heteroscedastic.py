@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributions
+from torch import Generator, Tensor, distributions
 from torch.nn.functional import softplus
 
 from laplace.core import scores
@@ -141,10 +141,6 @@ def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
 
     With η | s ~ N(a(s), r):  E[y] = E[a/λ],  E[Var(y | f)] = E[1/λ],  Var(E[y | f]) = E[(a/λ − E[y])² + r/λ²].
     Variances that no float holds, of precisions that are hardly known, are infinite.
-
-    Args:
-        mean: `[..., 2C]`.
-        covariance: `[..., 2C, 2C]` or variances `[..., 2C]`.
     """
     pairs = _Pairs.of(mean, covariance)
     points = pairs.points
@@ -176,13 +172,13 @@ class NoisyRealTarget(MomentTarget):
 
     def crps(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """Continuous ranked probability scores of Gaussians with the moments of y, summed over outputs."""
-        return scores.gaussian_crps(*_moments(summary), y)
+        return scores.gaussian_crps(*self.target_moments(*_pair(summary)), y)
 
     def predictive_entropy(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """Differential entropy of Gaussians with the moments of y."""
-        return scores.gaussian_entropy(_moments(summary)[1])
+        return scores.gaussian_entropy(self.target_moments(*_pair(summary))[1])
 
-    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> tuple[Tensor, Tensor]:
         """E[y] and Var(y); for scores the latents with their covariances."""
         if for_scores:
             return mean, covariance.to(mean.dtype)
@@ -249,7 +245,7 @@ class Heteroscedastic(MomentLikelihood):
         return OutputHessian(diag, dense=torch.diag_embed(diag) + off)
 
     def sample_gradients(
-        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: Generator | None = None
     ) -> Tensor:
         """Gradients at ŷ = m + ε/√λ with ε ~ N(0, 1), `[S, B, 2C]`."""
         mean, precision, slope = _parameters(f)
@@ -279,12 +275,7 @@ class Heteroscedastic(MomentLikelihood):
 
 
 def _mode(log_integrand: Callable[[Tensor], Tensor], candidates: Tensor) -> tuple[Tensor, float]:
-    """Place within ±40 where an integrand is largest, and how exactly: the best of some, then of closer ones around it.
-
-    Args:
-        log_integrand: Its logarithm at places `[n, ...]`.
-        candidates: Places `[n, ...]` where it may be large in a part that the others would miss.
-    """
+    """Place within ±40 where an integrand is largest, by a grid and candidates, then closer; and how exactly."""
     step = 2 * _FARTHEST / 120
     grid = column(_FARTHEST, 121, candidates[0]).expand(-1, *candidates.shape[1:])
     best = _best(log_integrand, torch.cat([grid, candidates]))
@@ -312,20 +303,7 @@ def _log_softplus(s: Tensor) -> Tensor:
 
 
 def _pair(summary: Summary) -> tuple[Tensor, Tensor]:
-    """Means and (co)variances.
-
-    Raises:
-        InvalidData: A mean alone.
-    """
+    """Means and (co)variances."""
     if isinstance(summary, tuple):
         return summary
     raise InvalidData("a mean was given without a variance; likelihood='heteroscedastic' needs both.")
-
-
-def _moments(summary: Summary) -> tuple[Tensor, Tensor]:
-    """E[y] and Var(y), `[..., C]`."""
-    mean, covariance = _pair(summary)
-    if covariance.ndim == mean.ndim:
-        return mean, covariance
-    known = natural_moments(mean, covariance)
-    return known.mean.to(mean), known.variance.to(mean)

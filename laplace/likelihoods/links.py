@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.gaussian import Gaussian
@@ -21,7 +22,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, warn
 
 InverseLink = Callable[[Tensor], Tensor]
 
-Apply = Callable[[Tensor, Tensor, InverseLink, int, torch.Generator | None], Tensor]
+Apply = Callable[[Tensor, Tensor, InverseLink, int, Generator | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,7 @@ class Link:
         return self.responses is None or response in self.responses
 
     def serving(self, *, independent: bool) -> tuple[Apply, bool]:
-        """The function for inverse links that act on outputs alone, or together, and whether it reads variances only.
-
-        Args:
-            independent: Whether the inverse link acts on every output alone.
-        """
+        """The function for inverse links that act on every output alone, or not; whether it reads variances only."""
         if independent and self.elementwise is not None:
             return self.elementwise, True
         return self.apply, self.diagonal
@@ -81,11 +78,6 @@ def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax
 
     For the sigmoid this is MacKay's (1992) approximation of ∫ σ(f) N(f; μ, v) df; for softmax its
     multi-class extension (Gibbs, 1997).
-
-    Args:
-        mean: `[B, C]`.
-        covariance: `[B, C, C]` or variances `[B, C]`; only the variances are read.
-        inverse_link: Softmax, or an element-wise map such as the sigmoid.
     """
     variance = Gaussian(mean, covariance).variance.clamp(min=0)
     return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
@@ -96,13 +88,9 @@ def monte_carlo(
     covariance: Tensor,
     inverse_link: InverseLink = softmax,
     n_samples: int = 100,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> Tensor:
-    """Average of inverse_link over draws from N(μ, Σ), `[B, C]`; standard error O(n_samples^−½).
-
-    Raises:
-        InvalidArgument: n_samples is not positive.
-    """
+    """Average of inverse_link over draws from N(μ, Σ), `[B, C]`; standard error O(n_samples^−½)."""
     largest = torch.finfo(mean.dtype).max
     gaussian = Gaussian(mean, covariance)
     return gaussian.average(lambda f: inverse_link(f.clamp(-largest, largest)), n_samples, generator)
@@ -117,13 +105,6 @@ def delta(mean: Tensor, covariance: Tensor) -> Tensor:
 
     which sums to 1. Where the variance is too large for an expansion at the mean, entries become negative: the
     correction is then scaled down, by one factor per row, to the last point at which none is, and a warning says so.
-
-    Args:
-        mean: `[B, C]`.
-        covariance: `[B, C, C]` or variances `[B, C]` (the diagonal matrix).
-
-    Warns:
-        ApproximationWarning: Some rows were scaled down.
     """
     p = torch.softmax(widened(mean), 1)
     gaussian = Gaussian(mean, covariance)
@@ -145,13 +126,7 @@ def delta(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLink) -> Tensor:
-    """Delta method for a link g that acts on every output alone: g(μ) + ½ g″(μ) diag Σ, `[B, C]`.
-
-    Args:
-        mean: `[B, C]`.
-        covariance: `[B, C, C]` or variances `[B, C]`; only the variances are read.
-        inverse_link: g, twice differentiable.
-    """
+    """Delta method for a link g that acts on every output alone: g(μ) + ½ g″(μ) diag Σ, `[B, C]`."""
     keeps_graph = torch.is_grad_enabled() and mean.requires_grad
     with torch.enable_grad():
         leaf = mean if keeps_graph else mean.detach().requires_grad_()
@@ -163,11 +138,7 @@ def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLin
 
 
 def probabilities_within(values: Tensor) -> Tensor:
-    """Probabilities of an expansion, cut to [0, 1].
-
-    Warns:
-        ApproximationWarning: Some were outside: the variance is too large for an expansion at the mean.
-    """
+    """Probabilities of an expansion, cut to [0, 1]."""
     # Not finite: an infinite variance times a vanishing derivative.
     values = values.nan_to_num(nan=0.5)
     _warn_of(((values < 0) | (values > 1)).any(1), "probabilities would be outside of [0, 1]")
@@ -214,14 +185,6 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
     for variances) are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
     conditioning exhausts, acts like a small multiple of the identity. Likewise t below the rounding of its
     sum counts as zero: such a Gaussian is conditioned already.
-
-    Args:
-        mean: `[B, C]`, C ≥ 2.
-        covariance: `[B, C, C]` or variances `[B, C]` (the diagonal matrix).
-        normalise: Rescale the latents as in `bridge_norm`.
-
-    Raises:
-        InvalidArgument: C < 2 or shapes that do not belong together.
     """
     gaussian = Gaussian(mean, covariance)
     n_classes = mean.shape[1]
@@ -279,36 +242,28 @@ def _excess(conditional: Tensor, unit: Tensor, n_classes: int) -> Tensor:
     )
 
 
-def _bridge_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
-    return bridge(mean, covariance)
+_BOTH, _SOFTMAX = ("softmax", "sigmoid"), ("softmax",)
 
-
-def _bridge_norm_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
-    return bridge_norm(mean, covariance)
-
-
-def _normalised_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
-    return log_concentrations(mean, covariance, normalise=True)
-
-
-def _probit_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
-    return probit(mean, covariance, inverse_link)
-
-
-def _delta_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
-    return delta(mean, covariance)
-
-
-def _delta_elementwise_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
-    return delta_elementwise(mean, covariance, inverse_link)
-
-
-_BOTH = ("softmax", "sigmoid")
-
-LINKS.register("probit")(Link(_probit_link, diagonal=True, responses=_BOTH))
+LINKS.register("probit")(Link(lambda mean, covariance, g, *_: probit(mean, covariance, g), True, responses=_BOTH))
 LINKS.register("mc")(Link(monte_carlo))
-LINKS.register("bridge")(Link(_bridge_link, responses=("softmax",), log_concentrations=log_concentrations))
-LINKS.register("bridge_norm")(
-    Link(_bridge_norm_link, responses=("softmax",), log_concentrations=_normalised_concentrations)
+LINKS.register("bridge")(
+    Link(
+        lambda mean, covariance, *_: bridge(mean, covariance),
+        responses=_SOFTMAX,
+        log_concentrations=log_concentrations,
+    )
 )
-LINKS.register("delta")(Link(_delta_link, elementwise=_delta_elementwise_link, responses=_BOTH))
+LINKS.register("bridge_norm")(
+    Link(
+        lambda mean, covariance, *_: bridge_norm(mean, covariance),
+        responses=_SOFTMAX,
+        log_concentrations=partial(log_concentrations, normalise=True),
+    )
+)
+LINKS.register("delta")(
+    Link(
+        lambda mean, covariance, *_: delta(mean, covariance),
+        elementwise=lambda mean, covariance, g, *_: delta_elementwise(mean, covariance, g),
+        responses=_BOTH,
+    )
+)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributions
+from torch import Generator, Tensor, distributions
 
 from laplace.core.checks import require
 from laplace.core.precision_policy import widened
@@ -22,17 +22,13 @@ _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
 
 if TYPE_CHECKING:
-    from laplace.predictive.posterior_outputs import MixedOutputs
+    from laplace.predictive.prediction import Prediction
 
 
 def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
     """Moments of a count with log rate f ~ N(μ, v), in closed form, float64.
 
     E[y] = E[Var(y | f)] = m = exp(μ + v/2),    Var(E[y | f]) = m² (exp(v) − 1).
-
-    Args:
-        mean: `[B, C]`.
-        covariance: `[B, C, C]` or variances `[B, C]`.
     """
     variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=1, dim2=2)
     variance = widened(variance).clamp(min=0)
@@ -59,14 +55,14 @@ class CountTarget(MomentTarget):
         variance = widened(covariance.diagonal(dim1=-2, dim2=-1)).clamp(min=_SMALLEST_VARIANCE)
         return -_log_mixture(widened(mean), variance, widened(y)).sum(-1).to(mean)
 
-    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> tuple[Tensor, Tensor]:
         """E[y] and Var(y); for scores the latents with diagonal covariances."""
         if not for_scores:
             return super()._summary_without_link(mean, covariance, for_scores=False)
         whole = covariance.ndim > mean.ndim
         return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of y, by samples; of the rate exp(f) without noise, which carries quantiles of f over."""
         if observation_noise or rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)
@@ -117,7 +113,7 @@ class Poisson(MomentLikelihood):
         return OutputHessian(f.exp())
 
     def sample_gradients(
-        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: Generator | None = None
     ) -> Tensor:
         """exp(f) − ŷ with ŷ ~ Poisson(exp(f)), `[S, B, C]`."""
         return f.exp() - poisson(f.detach().exp().expand(n_samples, *f.shape), generator)

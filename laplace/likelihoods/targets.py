@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, Independent, MixtureSameFamily, Normal
 from torch.special import digamma
 
@@ -28,7 +28,7 @@ from laplace.likelihoods.links import LINKS
 
 if TYPE_CHECKING:
     from laplace.likelihoods.base import Likelihood
-    from laplace.predictive.posterior_outputs import MixedOutputs, PosteriorOutputs
+    from laplace.predictive.prediction import PosteriorOutputs, Prediction
 
 
 # Expectations over a distribution by points: its samples, or the nodes of a quadrature.
@@ -58,13 +58,7 @@ class Points:
 
         The trapezoidal rule converges exponentially for smooth functions (Trefethen and Weideman, 2014); for one that
         changes within 1/k of a standard deviation (a sigmoid under a variance of k²) the error is below 1e-8 up to
-        k = 20 and below 1e-3 beyond.
-
-        Args:
-            mean: `[...]`.
-            variance: Of the same shape.
-            further_below: By how many standard deviations nodes reach further down, for functions that grow there, of
-                the same shape; None for 0.
+        k = 20 and below 1e-3 beyond. For functions that grow as f falls, nodes reach `further_below` (in deviations).
         """
         deviation = widened(variance).clamp(min=0).sqrt()
         columns = column(_REACH, _NODES, mean)
@@ -89,12 +83,8 @@ def stretched(mode: Tensor, width: Tensor, deviation: Tensor) -> tuple[Tensor, T
     """Nodes around the mode of an integrand, and the logarithms of the steps between them, `[S, ...]` each.
 
     In mode + width · sinh(a t) / a equidistant t are close where the integrand is narrow, and come to about 9
-    deviations on either side. The map is smooth, so that the trapezoidal rule converges exponentially.
-
-    Args:
-        mode: Where the integrand is largest, `[...]`.
-        width: Distance over which it falls there, of the same shape.
-        deviation: Distance over which it falls elsewhere, of the same shape, at least the width.
+    deviations on either side. The map is smooth, so that the trapezoidal rule converges exponentially. The integrand
+    falls over a distance `width` at its mode, and over `deviation`, at least as large, elsewhere.
     """
     ratio = (2 * deviation / width).log()
     stretch = (ratio + ratio.log1p() + 0.3) / _REACH  # sinh(9a) / 9a is about deviation / width
@@ -157,12 +147,7 @@ class Decomposition:
 
 
 def of_probabilities(probabilities: Points, entropy: Callable[[Tensor], Tensor]) -> Decomposition:
-    """Decomposition of labels, from points of their probabilities p under the posterior.
-
-    Args:
-        probabilities: Points `[S, B, C]`.
-        entropy: Entropy of labels with probabilities `[..., C]`, `[...]`.
-    """
+    """Decomposition of labels, from points of their probabilities p under the posterior."""
     mean = probabilities.mean()
     return Decomposition(
         probabilities.mean(lambda p: p * (1 - p)),
@@ -193,9 +178,6 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
 
     With V the covariance of f (of a datum, `[B, C, C]` or `[B, C]`) and N = diag(σ²): H(y) = ½ log det 2πe (V + N),
     E[H(y | f)] = ½ log det 2πe N.
-
-    Raises:
-        CurvatureError: V + N is not positive definite.
     """
     epistemic = latent.variance.to(latent.mean)
     noise = sigma_noise.square().expand(latent.mean.shape[1])
@@ -247,7 +229,7 @@ class Target:
         """Scores of predictions by name, besides the negative log likelihood, which every target has."""
         return {}
 
-    def of(self, rows: MixedOutputs) -> Target:
+    def of(self, rows: Prediction) -> Target:
         """The target that these rows have: itself, unless it depends on their number of outputs."""
         return self
 
@@ -257,27 +239,23 @@ class Target:
         """Aleatoric and epistemic parts under one posterior."""
         self.refuse("decomposition", rows.likelihood)
 
-    def require_probabilities(self, what: str, rows: MixedOutputs) -> None:
-        """Raises where E[y] is no probability.
-
-        Raises:
-            UnsupportedError: It is none.
-        """
+    def require_probabilities(self, what: str, rows: Prediction) -> None:
+        """Raises where E[y] is no probability."""
         self.refuse(what, rows.likelihood)
 
-    def variance(self, rows: MixedOutputs) -> Tensor:
+    def variance(self, rows: Prediction) -> Tensor:
         """Var(y), `[B, C]`."""
         self.refuse("variance", rows.likelihood)
 
-    def entropy(self, rows: MixedOutputs) -> Tensor:
+    def entropy(self, rows: Prediction) -> Tensor:
         """Entropy of y in nats, `[B]`."""
         self.refuse("entropy", rows.likelihood)
 
-    def mixed_entropy(self, rows: MixedOutputs, mean: Tensor) -> Tensor:
+    def mixed_entropy(self, rows: Prediction, mean: Tensor) -> Tensor:
         """Entropy of y under a mixture whose components' parts have this mean, `[B]`."""
         self.refuse("entropy", rows.likelihood)
 
-    def decomposition(self, rows: MixedOutputs) -> Decomposition:
+    def decomposition(self, rows: Prediction) -> Decomposition:
         """Parts within the components, and what they disagree by, which is epistemic.
 
         E[Var(y | f)] = Σ_k π_k E_k[Var(y | f)],  Var(E[y | f]) = Σ_k π_k (Var_k(E[y | f]) + (m_k − m)²).
@@ -294,28 +272,22 @@ class Target:
             mean,
         )
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Lower and upper ends of a central credible interval, `[B, C]` each."""
         self.refuse("interval", rows.likelihood)
 
-    def distribution(self, rows: MixedOutputs) -> Distribution:
+    def distribution(self, rows: Prediction) -> Distribution:
         """The predictive distribution of y."""
         self.refuse("distribution", rows.likelihood)
 
-    def probability_distribution(self, rows: MixedOutputs) -> Distribution:
+    def probability_distribution(self, rows: Prediction) -> Distribution:
         """The distribution of the probabilities."""
         self.refuse("distribution('probabilities')", rows.likelihood)
 
     # What losses read.
 
     def reads_variances(self, likelihood: Likelihood, link: str, *, for_scores: bool = False) -> bool:
-        """True if `summary` reads variances of f alone, no covariances between outputs.
-
-        Args:
-            likelihood: p(y | f).
-            link: A name in `LINKS`.
-            for_scores: As of `summary`.
-        """
+        """True if `summary` reads variances of f alone, no covariances between outputs."""
         return LINKS[link].serving(independent=likelihood.independent_outputs)[1]
 
     def by_rows(self, likelihood: Likelihood, link: str) -> bool:
@@ -323,27 +295,10 @@ class Target:
         return link in likelihood.links and link != LinkApprox.MC
 
     def summary(
-        self,
-        likelihood: Likelihood,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
-        """Summary of f ~ N(mean, covariance) for losses; arguments are those of `Likelihood.predict`.
-
-        Args:
-            likelihood: p(y | f).
-            mean: `[B, C]`.
-            covariance: `[B, C, C]`, or variances `[B, C]`.
-            link: A name in `LINKS`.
-            n_samples: Samples of a link that draws.
-            generator: Their source.
-            for_scores: True for what `scores` read, False for what users' losses do, which is what `la(x)` shows.
-        """
+        self, likelihood: Likelihood, mean: Tensor, covariance: Tensor, link: str, n_samples: int = 100,
+        generator: Generator | None = None, *, for_scores: bool = False,
+    ) -> Summary:  # fmt: skip
+        """Summary of f ~ N(mean, covariance): for users' losses what `la(x)` shows, or what `scores` read."""
         known = self._summary_without_link(mean, covariance, for_scores=for_scores)
         return likelihood.predict(mean, covariance, link, n_samples, generator) if known is None else known
 
@@ -374,11 +329,7 @@ class Target:
         return None
 
     def refuse(self, what: str, likelihood: Likelihood) -> NoReturn:
-        """Raises where a quantity has no meaning.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raises where a quantity has no meaning."""
         given = self.subject or f"likelihood={likelihood.name!r} (target_kind={self.kind!r})"
         raise UnsupportedError(
             f"{what} has no meaning for {given}; mean, latent_mean, latent_covariance and latent_samples always have "
@@ -400,13 +351,7 @@ def variance_of(summary: Summary) -> Tensor | None:
 
 
 def sample_interval(samples: Tensor, level: float, *, outward: bool = False) -> tuple[Tensor, Tensor]:
-    """Central quantiles of samples `[S, B, C]`, `[B, C]` each.
-
-    Args:
-        samples: The samples.
-        level: Share between the ends.
-        outward: End at samples, so that counts end at counts, instead of between them.
-    """
+    """Central quantiles of samples `[S, B, C]`, `[B, C]` each; `outward` ends at samples, of counts at counts."""
     low, high = 0.5 - 0.5 * level, 0.5 + 0.5 * level
     if outward:
         ordered, last = samples.sort(0).values, len(samples) - 1
@@ -447,38 +392,34 @@ class LabelTarget(Target):
     def entropy_of(self, probabilities: Tensor) -> Tensor:
         """Entropy of labels with probabilities `[..., C]`, `[...]`."""
 
-    def require_probabilities(self, what: str, rows: MixedOutputs) -> None:
+    def require_probabilities(self, what: str, rows: Prediction) -> None:
         """Their mean is one."""
 
-    def variance(self, rows: MixedOutputs) -> Tensor:
+    def variance(self, rows: Prediction) -> Tensor:
         """P (1 − p), of an indicator."""
         return rows.mean * (1 - rows.mean)
 
-    def entropy(self, rows: MixedOutputs) -> Tensor:
+    def entropy(self, rows: Prediction) -> Tensor:
         return self.entropy_of(rows.mean)
 
-    def mixed_entropy(self, rows: MixedOutputs, mean: Tensor) -> Tensor:
+    def mixed_entropy(self, rows: Prediction, mean: Tensor) -> Tensor:
         return self.entropy_of(mean)
 
     def decompose(self, rows: PosteriorOutputs) -> Decomposition:
         return of_probabilities(Points(rows.mean_samples), self.entropy_of)
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of the probabilities: quantiles of their samples."""
         return sample_interval(rows.mean_samples, level)
 
-    def probability_distribution(self, rows: MixedOutputs) -> Distribution:
-        """Dirichlet of the link, or a mixture of those of the components.
-
-        Raises:
-            UnsupportedError: The link has none.
-        """
+    def probability_distribution(self, rows: Prediction) -> Distribution:
+        """Dirichlet of the link, or a mixture of those of the components."""
         logs = [component.log_concentrations for component in rows.components]
         dirichlets = [Dirichlet(unrolled(bounded(log), rows.positions)) for log in logs if log is not None]
         if len(dirichlets) < len(logs):
             raise UnsupportedError(
                 f"there is no distribution of the probabilities for likelihood={rows.likelihood.name!r} with "
-                f"link_approx={rows.components[0].link!r}; classification with pred_type='glm' has a Dirichlet with "
+                f"link_approx={rows.options.link!r}; classification with pred_type='glm' has a Dirichlet with "
                 "link_approx='bridge' or 'bridge_norm', and probability_samples otherwise."
             )
         return mixture_of(dirichlets, rows.weights)
@@ -517,7 +458,7 @@ class ClassTarget(LabelTarget):
             return of_dirichlet(rows.log_concentrations, rows.latent_mean.dtype)
         return super().decompose(rows)
 
-    def distribution(self, rows: MixedOutputs) -> Distribution:
+    def distribution(self, rows: Prediction) -> Distribution:
         return Categorical(probs=unrolled(rows.mean, rows.positions))
 
 
@@ -549,14 +490,14 @@ class BinaryTarget(LabelTarget):
         points = Points.of_gaussian(latent.mean, latent.covariance).map(rows.likelihood.inverse_link)
         return of_probabilities(points, self.entropy_of).to(latent.mean.dtype)
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of the probabilities: the sigmoid carries quantiles of f over."""
         if rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)
         ends = rows.gaussian_interval([component.latent_variance for component in rows.components], level)
         return rows.likelihood.inverse_link(ends[0]), rows.likelihood.inverse_link(ends[1])
 
-    def distribution(self, rows: MixedOutputs) -> Distribution:
+    def distribution(self, rows: Prediction) -> Distribution:
         return Bernoulli(probs=unrolled(rows.mean, rows.positions).clamp(0, 1))
 
 
@@ -584,22 +525,22 @@ class RealTarget(Target):
     def decompose(self, rows: PosteriorOutputs) -> Decomposition:
         return of_gaussian(rows.per_row, rows.sigma_noise)
 
-    def variance(self, rows: MixedOutputs) -> Tensor:
+    def variance(self, rows: Prediction) -> Tensor:
         return rows.latent_variance + rows.sigma_noise.square()
 
-    def entropy(self, rows: MixedOutputs) -> Tensor:
+    def entropy(self, rows: Prediction) -> Tensor:
         return self.mixed_entropy(rows, rows.latent_mean)
 
-    def mixed_entropy(self, rows: MixedOutputs, mean: Tensor) -> Tensor:
+    def mixed_entropy(self, rows: Prediction, mean: Tensor) -> Tensor:
         """−Σ_k π_k E_k[log Σ_l π_l N(y; m_l, V_l)] over noisy targets, `[B]`; in closed form of one component."""
         if len(rows.components) == 1:
             return rows.components[0].decomposition.predictive_entropy
         noisy = [component.per_row.plus_noise(component.sigma_noise) for component in rows.components]
         density = mixture_of([_of_rows(gaussian) for gaussian in noisy], rows.weights)
-        draws = [g.sample(part.n_samples, part.draws()) for g, part in zip(noisy, rows.components, strict=True)]
+        draws = [g.sample(part.options.n_samples, part.draws()) for g, part in zip(noisy, rows.components, strict=True)]
         return rows.average([-density.log_prob(draw.to(draws[0])).mean(0) for draw in draws])
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of y, or of f without noise: Gaussian quantiles, or of samples where f is known by those alone."""
         if rows.sampled:
             return sample_interval(rows.chosen([_samples(c, observation_noise) for c in rows.components]), level)
@@ -607,7 +548,7 @@ class RealTarget(Target):
         variances = [c.latent_variance + noise for c, noise in zip(rows.components, noises, strict=True)]
         return rows.gaussian_interval(variances, level)
 
-    def distribution(self, rows: MixedOutputs) -> Distribution:
+    def distribution(self, rows: Prediction) -> Distribution:
         """Gaussian of noisy targets, or a mixture of those of the components."""
         return mixture_of([normal_of(c.latent.plus_noise(c.sigma_noise)) for c in rows.components], rows.weights)
 
@@ -665,14 +606,14 @@ class SampledTarget(Target):
     of y of log p(y), which is a mean over all samples of f: their time grows with the square of the number of samples.
     """
 
-    def variance(self, rows: MixedOutputs) -> Tensor:
+    def variance(self, rows: Prediction) -> Tensor:
         """E[Var(y | f)] + Var(E[y | f])."""
         return _expected_variance(rows) + rows.mean_samples.var(0, correction=0)
 
-    def entropy(self, rows: MixedOutputs) -> Tensor:
+    def entropy(self, rows: Prediction) -> Tensor:
         return self.mixed_entropy(rows, rows.mean)
 
-    def mixed_entropy(self, rows: PosteriorOutputs | MixedOutputs, mean: Tensor) -> Tensor:
+    def mixed_entropy(self, rows: PosteriorOutputs | Prediction, mean: Tensor) -> Tensor:
         """−E[log p(y)] over samples of y, with p(y) the mean of p(y | f) over the samples of f."""
         conditional, y = rows.likelihood.conditional(rows.latent_samples), target_samples(rows)
         logs = torch.stack([conditional.log_prob(one.expand_as(y)).logsumexp(0) for one in y])
@@ -684,27 +625,27 @@ class SampledTarget(Target):
         expected = -rows.likelihood.conditional(rows.latent_samples).log_prob(target_samples(rows)).mean(0)
         return Decomposition(_expected_variance(rows), epistemic, self.mixed_entropy(rows, mean), expected, mean)
 
-    def interval(self, rows: MixedOutputs, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Prediction, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Interval of y, or of E[y | f] without noise: quantiles of samples."""
         if not observation_noise:
             return sample_interval(rows.mean_samples, level)
         return sample_interval(target_samples(rows), level, outward=True)
 
-    def distribution(self, rows: MixedOutputs) -> Distribution:
+    def distribution(self, rows: Prediction) -> Distribution:
         """The mixture of p(y | f) over the samples of f."""
         f = unrolled(rows.latent_samples.movedim(0, -2), rows.positions)
         conditional = rows.likelihood.conditional(f)
         return MixtureSameFamily(Categorical(logits=f.new_zeros(conditional.batch_shape)), conditional)
 
 
-def target_samples(rows: PosteriorOutputs | MixedOutputs) -> Tensor:
+def target_samples(rows: PosteriorOutputs | Prediction) -> Tensor:
     """Samples of y, one for every sample of f, `[S, B, C]`."""
     conditional = rows.likelihood.conditional(rows.latent_samples)
     with global_numbers(another(rows.draws())):
         return conditional.sample()
 
 
-def _expected_variance(rows: PosteriorOutputs | MixedOutputs) -> Tensor:
+def _expected_variance(rows: PosteriorOutputs | Prediction) -> Tensor:
     """E[Var(y | f)] over the samples of f, `[B, C]`."""
     conditional = rows.likelihood.conditional(rows.latent_samples)
     with global_numbers(another(rows.draws())):
@@ -752,7 +693,7 @@ class MomentTarget(SampledTarget):
     kind: str
     variances_only: bool = False
 
-    def variance(self, rows: MixedOutputs) -> Tensor:
+    def variance(self, rows: Prediction) -> Tensor:
         """Variance by the law of total variance, over f and over the components."""
         if rows.sampled:
             return super().variance(rows)
@@ -780,7 +721,7 @@ class MomentTarget(SampledTarget):
     def by_rows(self, likelihood: Likelihood, link: str) -> bool:
         return True
 
-    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> tuple[Tensor, Tensor]:
         """E[y] and Var(y)."""
         known = self.moments(mean, covariance)
         return known.mean.to(mean), known.variance.to(mean)
@@ -800,14 +741,13 @@ class MomentTarget(SampledTarget):
         return self._summary_without_link(f, torch.diag_embed(torch.zeros_like(f)), for_scores=True)
 
     def moments_of(self, summary: Summary, sigma: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Moments of y, or those that latents with covariances `[B, C, C]` lead to."""
-        if not isinstance(summary, tuple):
-            return None
-        mean, covariance = summary
+        return self.target_moments(*summary) if isinstance(summary, tuple) else None
+
+    def target_moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """E[y] and Var(y): what is given, or what latents with covariances `[B, C, C]` lead to."""
         if covariance.ndim == mean.ndim:
             return mean, covariance
-        known = self.moments(mean, covariance)
-        return known.mean.to(mean), known.variance.to(mean)
+        return self._summary_without_link(mean, covariance, for_scores=False)
 
     def _of(self, rows: PosteriorOutputs) -> TargetMoments:
         latent = rows.link_input

@@ -39,11 +39,7 @@ class HeadCall:
     n_heads: int
 
     def __call__(self, model: nn.Module, x: Any) -> Tensor:
-        """Outputs of the head, `[B, C]`, at one input `[B, D, …]` or at M of them.
-
-        Raises:
-            InvalidData: Another number of inputs, or outputs that are not those of M heads.
-        """
+        """Outputs of the head, `[B, C]`, at one input `[B, D, …]` or at M of them."""
         return mimo_outputs(model, x, self.n_heads)[:, self.head]
 
 
@@ -79,17 +75,7 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
 
 
 def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, example: Tensor | None) -> str:
-    """Name of the layer with the heads: as given, or found by a pass of an example.
-
-    Args:
-        model: The network.
-        n_heads: M.
-        last_layer_name: The name, or None.
-        example: Some inputs `[B, D, …]`, or None.
-
-    Raises:
-        InvalidArgument: Neither is given, or the last layer is no `nn.Linear`.
-    """
+    """Name of the layer with the heads: as given, or found by a pass of an example."""
     require_whole(model)
     inner = unwrap(require_module(model))
     if last_layer_name is not None:
@@ -103,16 +89,7 @@ def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, e
 
 
 def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tensor:
-    """Indices of the weights of one head among the flattened trainable parameters of a network, `[p]`.
-
-    Args:
-        model: The network.
-        last_layer_name: Name of the linear layer whose outputs are those of all heads, head after head.
-        call: Which head of how many.
-
-    Raises:
-        InvalidArgument: No such linear layer, a number of outputs that M does not divide, or a layer that is frozen.
-    """
+    """Indices of the weights of one head among the flattened trainable parameters of a network, `[p]`."""
     inner = unwrap(model)
     layer = inner.get_submodule(require_linear(inner, last_layer_name))
     with model_lock(inner):
@@ -202,11 +179,7 @@ class MimoBatches(CheckedConstructor):
 
 
 def _check_pair(x: Any, y: Tensor) -> None:
-    """Requires one tensor of inputs, and a target for each of them.
-
-    Raises:
-        InvalidData: Others.
-    """
+    """Requires one tensor of inputs, and a target for each of them."""
     if not isinstance(x, Tensor) or x.ndim < 2:
         given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidData(

@@ -22,7 +22,7 @@ from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.weighted_targets import Observed
+from laplace.likelihoods.base import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement

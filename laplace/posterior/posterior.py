@@ -29,7 +29,7 @@ from laplace.enums import HessianStructure
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.loss_adapter import Loss
+from laplace.likelihoods.checks import Loss
 from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
 from laplace.network.watch import Fingerprint, ModelWatch, Witness

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.precision import Form, Precision
+
+if TYPE_CHECKING:
+    from laplace.posterior.posterior import Posterior
+
+Pieces = Generator[tuple[Jacobian, Tensor]]
+"""Jacobians and outputs f, `[b, C]`, of consecutive parts of the inputs."""
 
 _COPIES = 3
 """Of covariances: a sum, what is taken away from it, and what is left."""
@@ -42,12 +49,7 @@ class GaussianSource(ABC):
 
     @abstractmethod
     def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
-        """Gaussian of the latents.
-
-        Args:
-            form: `"full"`, `"diagonal"` or `"joint"`.
-            wide: Whether covariances are summed in float64, since samples are to be drawn.
-        """
+        """Gaussian of the latents; `form` is as of `linearised`, with `wide` to draw samples from."""
 
 
 class SampleSource(ABC):
@@ -65,16 +67,7 @@ class SampleSource(ABC):
 
 
 def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> Gaussian:
-    """The Gaussian with the moments of samples `[S, B, C]`; covariances are unbiased.
-
-    Args:
-        drawn: The samples.
-        form: `"full"`, `"diagonal"` or `"joint"`.
-        group_size: Inputs of a group, within which a joint covariance is; None for all.
-
-    Raises:
-        InvalidArgument: One sample, which has no variance; or groups that are not whole.
-    """
+    """The Gaussian with the moments of samples `[S, B, C]`, whose covariances are unbiased, in a form as below."""
     samples = drawn.values
     mean, covariance = sample_moments(samples)
     if form != "diagonal":
@@ -96,52 +89,47 @@ class LinearisedOutputs(GaussianSource):
     """f(x, θ*) + J (θ − θ*), θ ~ N(θ̂, P⁻¹): the GLM predictive (Immer et al., 2021, equation 10).
 
     Attributes:
-        engine: Gives Jacobians at θ*.
+        posterior: Has the engine, which gives Jacobians at θ*, and the step θ̂ − θ* of a refinement.
         precision: P.
         x: Inputs of B data.
-        step: θ̂ − θ*, `[P]`, or one per output `[C, P]`; None where it is zero, as before a refinement.
         create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
-        check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
         choice: Which outputs; None for all.
         group_size: Inputs of a group, within which joint covariances are; None for all.
     """
 
-    engine: CurvatureEngine
+    posterior: Posterior
     precision: Precision
     x: Inputs
-    step: Tensor | None
     create_graph: bool
-    check: Callable[[], None]
     through_x: bool
     choice: OutputChoice | None = None
     group_size: int | None = None
 
     def mean(self) -> OutputRows:
         with checks.together():
-            self.check()
-            if self.step is not None:
-                pieces = jacobians(self.engine, self.x, self.choice, create_graph=self.through_x)
-                return linearised_mean(pieces, self.step)
-            rows = outputs(self.engine, self.x, create_graph=self.through_x)
+            self.posterior.check_unchanged()
+            engine, step = self.posterior.engine, self.posterior.refined_step
+            if step is not None:
+                pieces = shifted(jacobians(engine, self.x, self.choice, create_graph=self.through_x), step)
+                return _together((mean, jacobian.positions, jacobian.outputs) for jacobian, mean in pieces)
+            rows = outputs(engine, self.x, create_graph=self.through_x)
             return rows if self.choice is None else self.choice.picked(rows)
 
     def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         def of(precision: Precision) -> Gaussian:
             with checks.together():
-                self.check()
+                self.posterior.check_unchanged()
                 return linearised(
-                    self.engine, precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide,
-                    choice=self.choice, group_size=self.group_size,
+                    self.posterior.engine, precision, self.x, form, step=self.posterior.refined_step,
+                    create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size,
                 )  # fmt: skip
 
         return self.precision.summed(self.x, of)
 
 
-def jacobians(
-    engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
-) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs of consecutive parts of the inputs, wherever these are: of all outputs, or the chosen."""
+def jacobians(engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool) -> Pieces:
+    """Jacobians and outputs of inputs on any device: of all outputs, or the chosen."""
     return engine.jacobian(batches.to_device(x, engine.problem.device), create_graph=create_graph, choice=choice)
 
 
@@ -159,25 +147,13 @@ def linearised(
 ) -> Gaussian:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
-    Args:
-        engine: Gives Jacobians.
-        precision: P.
-        x: Inputs of B data.
-        form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`); of outputs with
-            positions, B are rows, data × positions.
-        step: θ̂ − θ*, `[P]`, or one per output `[C, P]`; None where it is zero.
-        create_graph: Whether mean and covariance can be differentiated with respect to x.
-        wide: Whether covariances are summed in float64, since samples are to be drawn.
-        choice: Which outputs; None for all.
-        group_size: n, inputs of a group, within which a joint covariance is, `[B/n, n·C, n·C]`; None for all.
-
-    Raises:
-        InvalidArgument: The last group is not whole.
-        InvalidData: No data, or outputs that are not finite.
-        OutOfMemory: Covariances between all outputs are more than there is room for.
+    The form of covariances is `"full"`, `[B, C, C]`, `"diagonal"`, `[B, C]`, or `"joint"`, `[B·C, B·C]`, of groups of n
+    inputs `[B/n, n·C, n·C]`; B are rows, data × positions. With `wide` they are summed in float64.
     """
     pieces = jacobians(engine, x, choice, create_graph=create_graph)
-    pieces = shifted(without_graph(pieces, unless=create_graph), step)
+    if torch.is_grad_enabled() and not create_graph:
+        pieces = _without_graph(pieces)
+    pieces = shifted(pieces, step)
     if form == "joint" and group_size is None:
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
@@ -213,11 +189,7 @@ def _together(parts: Iterable[tuple[Tensor, tuple[int, ...], Tensor | None]]) ->
 
 
 def require_room(shape: tuple[int, ...], like: Tensor) -> None:
-    """Refuses covariances of a shape that the device has no room for, before any of them is computed.
-
-    Raises:
-        OutOfMemory: They are more than that.
-    """
+    """Refuses covariances of a shape that the device has no room for, before any of them is computed."""
     needed = _COPIES * prod(shape) * like.element_size()
     there = available(like.device) if needed > LEAST else None
     if there is not None and there.size < needed:
@@ -228,19 +200,8 @@ def require_room(shape: tuple[int, ...], like: Tensor) -> None:
         )
 
 
-def without_graph(
-    pieces: Generator[tuple[Jacobian, Tensor]], *, unless: bool = False
-) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs made without a graph: a graph leads to hyper-parameters, not to x.
-
-    Args:
-        pieces: Jacobians and outputs, to be read in the present gradient mode.
-        unless: Leave them as they are.
-    """
-    return pieces if unless or not torch.is_grad_enabled() else _made_without_graph(pieces)
-
-
-def _made_without_graph(pieces: Generator[tuple[Jacobian, Tensor]]) -> Generator[tuple[Jacobian, Tensor]]:
+def _without_graph(pieces: Pieces) -> Pieces:
+    """Jacobians and outputs made without a graph: a graph leads to hyper-parameters, not to x."""
     with closing(pieces):
         while True:
             with torch.no_grad():
@@ -261,28 +222,16 @@ def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Te
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians with f + J step, `[b, C]`, in at least float32, in place of f.
-
-    Args:
-        pieces: Jacobians and outputs f at θ*.
-        step: `[P]`, or one per output `[C, P]`, or None for zero.
-    """
+def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
+    """Jacobians with f + J step, in at least float32, in place of f, for a step `[P]`, or one per output `[C, P]`."""
     with closing(pieces):
         for jacobian, f in pieces:
             mean = f.to(widest(f))
-            yield jacobian, mean if step is None else mean + _moved_by(jacobian, step)
+            if step is not None:
+                from laplace.structures.gp.dual import moved_by  # after a refinement alone
 
-
-def _moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
-    from laplace.structures.gp.dual import moved_by  # after a refinement
-
-    return moved_by(jacobian, step)
-
-
-def linearised_mean(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor) -> OutputRows:
-    """f(x, θ*) + J step, `[B, C]`, of Jacobians and outputs f, and a step as of `shifted`; without a covariance."""
-    return _together((mean, jacobian.positions, jacobian.outputs) for jacobian, mean in shifted(pieces, step))
+                mean = mean + moved_by(jacobian, step)
+            yield jacobian, mean
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:

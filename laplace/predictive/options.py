@@ -30,11 +30,7 @@ class PredictiveNames:
     accepted: str
 
     def kind(self, pred_type: PredType | str) -> PredType:
-        """The predictive of a name.
-
-        Raises:
-            InvalidArgument: It is none of this kind of posterior.
-        """
+        """The predictive of a name."""
         if str(pred_type) in self.kinds:
             return self.kinds[str(pred_type)]
         given = f"={str(pred_type)!r}" if isinstance(pred_type, str) else f" is a {type(pred_type).__name__}"
@@ -69,6 +65,9 @@ class PredictOptions:
         outputs: Which outputs; None for all.
         group_size: Inputs of a group, within which a joint covariance is; None for all.
         choice: `outputs` as rows of the network read them, after `for_network`.
+        fitting: Of `la(x)`: preference probabilities of pairs.
+        observation_noise: Of `la(x)`: σ² is added to the variance.
+        local_reparameterization: Of `la.predict(x)`: pre-activations are sampled in place of weights.
     """
 
     pred_type: PredType | str = PredType.GLM
@@ -80,6 +79,9 @@ class PredictOptions:
     outputs: Given = None
     group_size: int | None = None
     choice: OutputChoice | None = None
+    fitting: bool = False
+    observation_noise: bool = False
+    local_reparameterization: bool = False
 
     @property
     def form(self) -> str:
@@ -92,12 +94,7 @@ class PredictOptions:
         return str(self.link_approx or LinkApprox.PROBIT)
 
     def kind(self, names: PredictiveNames = WEIGHT_SPACE) -> PredType:
-        """The predictive, linearised or sampled, after the options were checked.
-
-        Raises:
-            InvalidArgument: Unknown predictive or link, or no samples.
-            InvalidType: The generator is no `torch.Generator`.
-        """
+        """The predictive, linearised or sampled, after the options were checked."""
         kind = names.kind(self.pred_type)
         if self.link_approx is not None and str(self.link_approx) not in LINKS:
             raise InvalidArgument(f"link_approx={str(self.link_approx)!r}; accepted are {list(LINKS)}.")
@@ -106,19 +103,14 @@ class PredictOptions:
         return kind
 
     def for_network(self, channel_dim: int) -> PredictOptions:
-        """The options with the outputs of a network that has its channels in `channel_dim`.
-
-        Raises:
-            InvalidType: Outputs that are no integers.
-            InvalidArgument: No outputs; or groups without `joint`, or of no inputs.
-        """
+        """The options with the outputs of a network that has its channels in `channel_dim`."""
         if self.group_size is not None:
             check_counts(group_size=self.group_size)
             if not self.joint:
                 raise InvalidArgument(
                     f"group_size={self.group_size} says which inputs are joint; give joint=True with it."
                 )
-        return replace(self, choice=OutputChoice.of(self.outputs, channel_dim))
+        return self if self.outputs is None else replace(self, choice=OutputChoice.of(self.outputs, channel_dim))
 
 
 _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs", "group_size")
@@ -126,11 +118,7 @@ _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output",
 
 
 def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
-    """Raises if arguments were given that only sampled predictions pass on.
-
-    Raises:
-        InvalidCall: There are some.
-    """
+    """Raises if arguments were given that only sampled predictions pass on."""
     for name in model_kwargs:
         meant = hint(name, _OPTIONS) or "it is no option of predictions."
         raise InvalidCall(
@@ -140,11 +128,7 @@ def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
 
 
 def check_model_kwargs(model: torch.nn.Module, model_kwargs: dict[str, Any]) -> None:
-    """Raises if arguments were given that the model does not take.
-
-    Raises:
-        InvalidCall: There are some.
-    """
+    """Raises if arguments were given that the model does not take."""
     if not model_kwargs:
         return
     accepted = inspect.signature(model.forward).parameters

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +27,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
-from laplace.predictive.posterior_outputs import Draw, Draws, OwnSamples, PosteriorOutputs
-from laplace.predictive.prediction import Prediction, laid_out
-
-if TYPE_CHECKING:
-    from laplace.predictive.sampled import SampledOutputs
+from laplace.predictive.prediction import Draw, Draws, PosteriorOutputs, Prediction, laid_out
 
 
 def is_loader(x: Any) -> bool:
@@ -44,74 +39,40 @@ def is_loader(x: Any) -> bool:
     return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
 
 
-class Predictor(ABC):
-    """A posterior, or a mixture of several, as it is asked for predictions.
+def predicted_batches(
+    predict: Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction],
+    loader: Iterable[Any],
+    options: PredictOptions,
+    model_kwargs: dict[str, Any],
+    *,
+    progress_bar: bool,
+) -> Iterator[Prediction]:
+    """Predictions at the inputs of every batch of a loader, when they are asked for; nothing is kept of former ones."""
+    if options.joint:
+        raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
+    if isinstance(options.outputs, Tensor) and options.outputs.ndim > 1:
+        raise InvalidArgument(
+            "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
+        )
 
-    What the methods return is documented where users call them, at the methods of the same names of
-    `laplace.predicting.Predicting`; `more` are arguments that the methods of a posterior alone have names for.
-    """
-
-    @abstractmethod
-    def call(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Any:
-        """Value of `la(x, ...)`."""
-
-    @abstractmethod
-    def predict(self, x: Inputs, options: PredictOptions, /, **more: Any) -> Prediction:
-        """Value of `la.predict(x, ...)`."""
-
-    def stream(
-        self, loader: Iterable[Any], options: PredictOptions, /, *, progress_bar: bool = False, **more: Any
-    ) -> Iterator[Prediction]:
-        """`predict` of the inputs of every batch of a loader, when it is asked for; nothing is kept of former ones.
-
-        Raises:
-            InvalidArgument: Results over all inputs together, or outputs for every row, which only one batch can have.
-        """
-        if options.joint:
-            raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
-        if isinstance(options.outputs, Tensor) and options.outputs.ndim > 1:
-            raise InvalidArgument(
-                "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
-            )
-        return self._streamed(loader, options, DataBar("predict", loader, shown=progress_bar), more)
-
-    def _streamed(
-        self, loader: Iterable[Any], options: PredictOptions, bar: DataBar, more: dict[str, Any]
-    ) -> Iterator[Prediction]:
+    def batch_by_batch() -> Iterator[Prediction]:
+        bar = DataBar("predict", loader, shown=progress_bar)
         for number, batch in enumerate(loader):
             with named(f"batch {number}"):
                 x = batches.inputs(batch)
-                prediction = self.predict(x, options, **more)
+                prediction = predict(x, options, model_kwargs)
             yield prediction
             bar.add(batches.size(x, ""))
         bar.close()
 
-    @abstractmethod
-    def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
-        """Value of `la.functional_samples(x, ...)`."""
-
-    @abstractmethod
-    def predictive_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
-        """Value of `la.predictive_samples(x, ...)`."""
-
-    @abstractmethod
-    def check_whole(self, what: str) -> None:
-        """Refuses what takes a whole posterior, if every process holds a part of it.
-
-        Args:
-            what: What is asked for.
-
-        Raises:
-            NotFittedError: Before a fit.
-            UnsupportedError: It is spread over processes.
-        """
+    return batch_by_batch()
 
 
 # Predictions of one posterior.
 
 
 @dataclass(frozen=True, eq=False)
-class PosteriorPredictor(Predictor):
+class Predictor:
     """A posterior as it is asked for predictions.
 
     Attributes:
@@ -127,20 +88,11 @@ class PosteriorPredictor(Predictor):
         """True if predictions are differentiable: in the inputs, or in hyper-parameters that ask for it."""
         return self.through_x or self.posterior.keeps_graph
 
-    def call(
-        self,
-        x: Inputs,
-        options: PredictOptions,
-        /,
-        *,
-        fitting: bool = False,
-        observation_noise: bool = False,
-        **model_kwargs: Any,
-    ) -> Any:
+    def call(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Any:
         """Means, with variances where the likelihood has them, in the shape of the network's outputs."""
         posterior = self.posterior
         likelihood, channel_dim, kind = posterior.likelihood, posterior.channel_dim, self._kind(options)
-        if observation_noise and not likelihood.has_noise:
+        if options.observation_noise and not likelihood.has_noise:
             raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
         if kind == PredType.NN:
             options = replace(options, joint=False, diagonal_output=True)
@@ -148,55 +100,38 @@ class PosteriorPredictor(Predictor):
         prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
             return prediction.mean, prediction.variance
-        if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
+        if not likelihood.latent_prediction or (options.fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
-        if observation_noise:
+        if options.observation_noise:
             gaussian = gaussian.plus_noise(prediction.sigma_noise)
         return laid_out(gaussian, channel_dim, joint=options.joint)
 
-    def predict(
-        self, x: Inputs, options: PredictOptions, /, *, local_reparameterization: bool = False, **model_kwargs: Any
-    ) -> Prediction:
+    def predict(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
         """One object; each of its quantities is computed when it is first read."""
         kind, options, posterior = self._kind(options), self._for_network(options), self.posterior
         posterior.check_unchanged()
         draws = replayed(options.generator, posterior.hypers.device)
-        if not local_reparameterization:
-            return Prediction.of(self._predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
-        structure = posterior.choices.structure
-        if kind != PredType.NN or not structure.is_diagonal:
-            raise UnsupportedError(
-                f"local_reparameterization=True with pred_type={str(kind)!r} and "
-                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
-                "use pred_type='nn' and hessian_structure='diag'."
-            )
-        return Prediction.of(self._reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
+        return Prediction.of(self._predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
 
-    def functional_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
-        """Samples of the latent outputs, in the shape of the network's outputs."""
-        samples = self._latent_samples(x, options, model_kwargs)
-        return in_users_layout(samples, self.posterior.channel_dim, 1)
-
-    def predictive_samples(self, x: Inputs, options: PredictOptions, /, **model_kwargs: Any) -> Tensor:
-        """Samples of the target's mean, in the shape of the network's outputs."""
-        samples = self._latent_samples(x, options, model_kwargs, own=True)
-        return in_users_layout(self.posterior.likelihood.inverse_link(samples), self.posterior.channel_dim, 1)
-
-    def check_whole(self, what: str) -> None:
-        """Refuses what takes a whole posterior, if every process holds a part of this one."""
-        self.posterior.require_fitted()
-        self.posterior.refuse_sharded(what)
+    def samples(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
+        """Samples of f (`functional_samples`) or of E[y | f] (`predictive_samples`), in the network's layout."""
+        posterior, of_targets = self.posterior, name == "predictive_samples"
+        kind, options = self._kind(options), self._for_network(options)
+        if of_targets and posterior.overrides("functional_samples"):
+            draw = users_samples(posterior, "functional_samples", x, kind, options, model_kwargs)
+            rows = draw(options.n_samples, options.generator)
+            f = unrolled(rows.values, rows.positions, 1)
+        else:
+            outputs = self._outputs(x, kind, options, lambda: options.generator, model_kwargs)
+            f = unrolled(outputs.latent_samples, outputs.positions, 1)
+        return in_users_layout(posterior.likelihood.inverse_link(f) if of_targets else f, posterior.channel_dim, 1)
 
     def _kind(self, options: PredictOptions) -> PredType:
         return options.kind(self.posterior.choices.pred_types)
 
     def _for_network(self, options: PredictOptions) -> PredictOptions:
-        """The options with the outputs of this network.
-
-        Raises:
-            UnsupportedError: Outputs are chosen that mean nothing alone, or that users' own methods do not know of.
-        """
+        """The options with the outputs of this network."""
         posterior = self.posterior
         options, likelihood = options.for_network(posterior.channel_dim), posterior.likelihood
         if options.choice is None:
@@ -218,33 +153,22 @@ class PosteriorPredictor(Predictor):
     ) -> PosteriorOutputs:
         """The prediction at x, with what users' classes override of it."""
         rows = self._outputs(x, kind, options, draws, model_kwargs)
-        if not self.posterior.overrides(*PREDICTIONS):
+        if options.local_reparameterization or not self.posterior.overrides(*PREDICTIONS):
             return rows
         return users_outputs(self.posterior, rows, x, kind, model_kwargs)
 
     def _outputs(
         self, x: Inputs, kind: PredType, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
-        """The prediction at x without users' own samples and variances at given inputs.
-
-        Args:
-            x: Inputs.
-            kind: Linearised or sampled.
-            options: Link, samples and form.
-            draws: Source of randomness.
-            model_kwargs: Further arguments of the model.
-        """
-        if kind == PredType.NN:
-            check_model_kwargs(self.posterior.problem.module, model_kwargs)
-            return self._of(self._sampled(x, options, model_kwargs), options, draws)
-        refuse_model_kwargs(model_kwargs)
-        return self._of(self.linearised(x, options.choice, options.group_size), options, draws)
-
-    def _of(self, source: GaussianSource | SampleSource, options: PredictOptions, draws: Draws) -> PosteriorOutputs:
-        posterior = self.posterior
-        sigma = posterior.sigma_noise if source.create_graph else posterior.sigma_noise.detach()
+        """The prediction at x without users' own samples and variances at given inputs."""
+        if kind != PredType.NN and not options.local_reparameterization:
+            refuse_model_kwargs(model_kwargs)
+            source = self.linearised(x, options.choice, options.group_size)
+        else:
+            source = self._sampled(x, kind, options, model_kwargs)
+        sigma = self.posterior.sigma_noise if source.create_graph else self.posterior.sigma_noise.detach()
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
-        return PosteriorOutputs(source, posterior.likelihood, sigma, options, draws)
+        return PosteriorOutputs(source, self.posterior.likelihood, sigma, options, draws)
 
     def linearised(
         self, x: Inputs, choice: OutputChoice | None = None, group_size: int | None = None
@@ -254,45 +178,29 @@ class PosteriorPredictor(Predictor):
         self._look_at(x)
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
-        return LinearisedOutputs(
-            posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x,
-            choice, group_size,
-        )  # fmt: skip
+        return LinearisedOutputs(posterior, precision, x, graph, self.through_x, choice, group_size)
 
-    def _sampled(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
-        """Outputs of the network at sampled weights."""
-        from laplace.predictive.sampled import SampledOutputs, refuse_refined
+    def _sampled(
+        self, x: Inputs, kind: PredType, options: PredictOptions, model_kwargs: dict[str, Any]
+    ) -> SampleSource:
+        """Outputs of the network at sampled weights, or with noise on its pre-activations."""
+        from laplace.predictive.sampled import ReparameterisedOutputs, SampledOutputs, refuse_refined
 
-        posterior, graph = self.posterior, self.graph
-        self._look_at(x)
-        refuse_refined(posterior.refined_step, posterior.engine.problem)
-        with torch.set_grad_enabled(graph):
-            thetas = posterior.sampler()
-        return SampledOutputs(
-            posterior.engine, thetas, posterior.expansion_point, x, model_kwargs, graph, posterior.check_unchanged,
-            self.through_x, options.choice,
-        )  # fmt: skip
-
-    def _reparameterised(
-        self, x: Inputs, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> PosteriorOutputs:
-        """The prediction by noise on the pre-activations of linear and convolutional layers.
-
-        Raises:
-            UnsupportedError: The posterior is not diagonal.
-        """
-        from laplace.predictive.sampled import ReparameterisedOutputs, refuse_refined
-
-        posterior, graph = self.posterior, self.graph
+        posterior, graph, structure = self.posterior, self.graph, self.posterior.choices.structure
+        if options.local_reparameterization and (kind != PredType.NN or not structure.is_diagonal):
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        check_model_kwargs(posterior.problem.module, model_kwargs)
         self._look_at(x)
         refuse_refined(posterior.refined_step, posterior.problem)
+        more = x, model_kwargs, graph, self.through_x, options.choice
         with torch.set_grad_enabled(graph):
-            variances = posterior.predictive_precision().diagonal_of_inverse()
-        source = ReparameterisedOutputs(
-            posterior.problem, posterior.mean, variances, posterior.fit.coverage, x, model_kwargs, graph,
-            posterior.check_unchanged, self.through_x, options.choice,
-        )  # fmt: skip
-        return self._of(source, options, draws)
+            if options.local_reparameterization:
+                return ReparameterisedOutputs(posterior, posterior.predictive_precision().diagonal_of_inverse(), *more)
+            return SampledOutputs(posterior, posterior.sampler(), *more)
 
     def _look_at(self, x: Inputs) -> None:
         """Warns of gradients that the prediction will not have, of data that are coupled, and of a noise left at 1."""
@@ -309,18 +217,6 @@ class PosteriorPredictor(Predictor):
                 "la.enable_backprop = True, or give x.detach().",
                 GradientWarning,
             )
-
-    def _latent_samples(
-        self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any], *, own: bool = False
-    ) -> Tensor:
-        """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
-        name, kind, options = "functional_samples", self._kind(options), self._for_network(options)
-        if own and self.posterior.overrides(name):
-            draw = users_samples(self.posterior, name, x, kind, options, model_kwargs)
-            rows = draw(options.n_samples, options.generator)
-            return unrolled(rows.values, rows.positions, 1)
-        drawn = self._outputs(x, kind, options, lambda: options.generator, model_kwargs)
-        return unrolled(drawn.latent_samples, drawn.positions, 1)
 
 
 def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
@@ -360,9 +256,6 @@ def warn_of_default_noise(posterior: Posterior) -> None:
 
     It is asked when something first depends on σ, a prediction or a tuning of the prior alone, and not by `fit`, after
     which many choose σ.
-
-    Args:
-        posterior: The posterior.
     """
     if not posterior.likelihood.has_noise or posterior.cache.noise_seen or posterior.data is None:
         return
@@ -405,8 +298,8 @@ def users_outputs(
         for name in ("functional_samples", "predictive_samples")
         if posterior.overrides(name)
     }
-    own = OwnSamples(samples.get("functional_samples"), samples.get("predictive_samples"))
-    return replace(rows, source=source, own=own)
+    latents, targets = samples.get("functional_samples"), samples.get("predictive_samples")
+    return replace(rows, source=source, users_latents=latents, users_targets=targets)
 
 
 def users_samples(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from laplace.engines.native.autograd import slow_batching_accepted
 from laplace.engines.native.forward import owners
 from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import SampleSource, widest
 from laplace.weights.problem import Problem
+
+if TYPE_CHECKING:
+    from laplace.posterior.posterior import Posterior
 
 # Outputs of the network at sampled weights: a pass for each sample, or one for many of them by `torch.func.vmap`.
 #
@@ -59,14 +61,7 @@ _SAMPLE = Unit("sample of the weights", "samples of the weights", "Predict fewer
 
 
 def outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) -> Tensor:
-    """Outputs `[S, B, C]`, or `[S, B, *positions, C]`, of the network on x at weights `[S, P]`.
-
-    Args:
-        problem: The network, which is as it was before afterwards, and its random parameters.
-        x: Inputs of B data.
-        thetas: The weights.
-        memory_budget: Bytes that a vectorised pass may take; more than `CHUNK_BYTES` make no difference.
-    """
+    """Outputs `[S, B, C]`, or `[S, B, *positions, C]`, of the network on x at weights `[S, P]`; left as it was."""
     if len(thetas) >= LEAST_SAMPLES and not _is_watched(problem.module):
         key = (batches.signature(x), thetas.dtype, memory_budget)
         if key not in problem.samples_at_once:
@@ -222,32 +217,29 @@ class SampledOutputs(SampleSource):
     """Outputs of the network at weights drawn from the posterior.
 
     Attributes:
-        engine: Knows the problem.
+        posterior: Of the weights.
         thetas: Draws weights, `[S, P]`.
-        centre: θ*, the network's weights, `[P]`.
         x: Inputs of B data.
         model_kwargs: Further arguments of the model.
         create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
-        check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
         choice: Which outputs; None for all.
     """
 
-    engine: CurvatureEngine
+    posterior: Posterior
     thetas: Callable[[int, torch.Generator | None], Tensor]
-    centre: Tensor
     x: Inputs
     model_kwargs: dict[str, Any]
     create_graph: bool
-    check: Callable[[], None]
     through_x: bool
     choice: OutputChoice | None = None
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         with checks.together():
             thetas = self.thetas(n, generator)
-            self.check()
-            run = sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
+            self.posterior.check_unchanged()
+            engine, centre = self.posterior.engine, self.posterior.expansion_point
+            run = sampler(engine, centre, self.x, self.model_kwargs, create_graph=self.through_x)
             rows = OutputRows.of(finite(run(thetas)), 1)
             return rows if self.choice is None else self.choice.picked(rows)
 
@@ -262,13 +254,6 @@ def sampler(
     """Outputs of the network on x at sampled weights, none of which is ever written into the model.
 
     A head on frozen features is linear in its weights, so that one pass of the trunk serves all samples.
-
-    Args:
-        engine: Knows the problem.
-        mean: θ*, `[P]`.
-        x: Inputs of B data.
-        model_kwargs: Further arguments of the model.
-        create_graph: Whether outputs can be differentiated with respect to x.
     """
     problem = engine.problem
     x = batches.to_device(x, problem.device)
@@ -276,9 +261,13 @@ def sampler(
         parts = engine.head_jacobian(x, create_graph=create_graph)
         if parts is not None:
             positions = parts[0][0].positions
-            return lambda thetas: unrolled(
-                torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1), positions, 1
-            )
+
+            def exact(thetas: Tensor) -> Tensor:
+                """F + J (θ_s − θ*)."""
+                rows = [f.to(widest(f)) + jacobian.apply(thetas - mean) for jacobian, f in parts]
+                return unrolled(torch.cat(rows, 1), positions, 1)
+
+            return exact
     problem = with_arguments(problem, model_kwargs)
     x = x if create_graph else detached(x)
 
@@ -290,11 +279,7 @@ def sampler(
 
 
 def finite(samples: Tensor) -> Tensor:
-    """Outputs `[S, B, …]` at sampled weights.
-
-    Raises:
-        InvalidData: NaN or infinite ones.
-    """
+    """Outputs `[S, B, …]` at sampled weights."""
     require(
         samples.isfinite(),
         lambda: InvalidData(
@@ -304,11 +289,6 @@ def finite(samples: Tensor) -> Tensor:
         ),
     )
     return samples
-
-
-def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
-    """F + J (θ_s − θ*), `[S, B, C]`."""
-    return f.to(widest(f)) + jacobian.apply(steps)
 
 
 def with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
@@ -336,15 +316,7 @@ class _Partial(torch.nn.Module):
 
 
 def refuse_refined(step: Tensor | None, problem: Problem) -> None:
-    """Raises where weights of a refined posterior would be put into the network.
-
-    Args:
-        step: θ̂ − θ*, or None without a refinement.
-        problem: The network; one that is linear in its random weights, a last layer, is its own linearisation.
-
-    Raises:
-        UnsupportedError: The network is not linear in them.
-    """
+    """Raises where weights of a refined posterior would be put into a network that is not linear in them."""
     if step is not None and problem.head is None:
         raise UnsupportedError(
             "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
@@ -370,42 +342,36 @@ class ReparameterisedOutputs(SampleSource):
     """Outputs of the network with noise on the pre-activations of its linear and convolutional layers.
 
     Attributes:
-        problem: The network and its random parameters.
-        mean: θ*, `[P]`.
+        posterior: Diagonal.
         variances: Of the weights, `[P]`.
-        coverage: Which rule was proved to explain a tensor: a layer that is used in another way as well is sampled.
-        x: Inputs of B data.
-        model_kwargs: Further arguments of the model.
-        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
-        check: Raises where the network is not that of the posterior any more.
-        through_x: Whether they can be with respect to x.
-        choice: Which outputs; None for all.
+        x, model_kwargs, create_graph, through_x, choice: As of `SampledOutputs`.
     """
 
-    problem: Problem
-    mean: Tensor
+    posterior: Posterior
     variances: Tensor
-    coverage: Mapping[str, str]
     x: Inputs
     model_kwargs: dict[str, Any]
     create_graph: bool
-    check: Callable[[], None]
     through_x: bool
     choice: OutputChoice | None = None
 
+    @property
+    def problem(self) -> Problem:
+        return self.posterior.problem
+
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
-        self.check()
-        problem = with_arguments(self.problem, self.model_kwargs)
+        self.posterior.check_unchanged()
+        problem, mean = with_arguments(self.problem, self.model_kwargs), self.posterior.mean
         layers = self.layers()
         shared = self._shared(layers)
-        noise = standard_normal((n, int(shared.sum())), self.mean, generator)
+        noise = standard_normal((n, int(shared.sum())), mean, generator)
         x = batches.to_device(self.x, problem.device)
         x = x if self.through_x else detached(x)
         drawn: list[Tensor] = []
         with preserve_model(problem.module), ExitStack() as hooks:
             fired = hooks.enter_context(_noisy(layers, generator))
             for row in noise:
-                theta = self.mean.clone()
+                theta = mean.clone()
                 theta[shared] += self.variances[shared].sqrt() * row
                 fired.clear()
                 drawn.append(problem.run(problem.substituted(theta), x))
@@ -423,7 +389,8 @@ class ReparameterisedOutputs(SampleSource):
             slot = self.problem.slots[owner.slot]
             rule = rule_for(owner.module)
             alone = sum(other.slot == owner.slot for other in holders) == 1
-            proved = rule is not None and self.coverage.get(slot.name, "").split(" →")[0] == rule.name
+            # A layer that is used in another way as well is sampled.
+            proved = rule is not None and self.posterior.fit.coverage.get(slot.name, "").split(" →")[0] == rule.name
             if isinstance(owner.module, _LAYERS) and alone and proved:
                 values = slot.place(parts[owner.slot].unsqueeze(0))[0].view(slot.shape)
                 noisy.setdefault(owner.module, {})[owner.attribute] = values
@@ -435,15 +402,11 @@ class ReparameterisedOutputs(SampleSource):
         """True for the entries that take sampled weights, `[P]`."""
         noisy = {o.slot for o in owners(self.problem) if o.attribute in layers.get(o.module, {})}
         sizes = self.problem.layout.sizes
-        each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.mean.device)
-        return each.repeat_interleave(torch.tensor(sizes, device=self.mean.device))
+        each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.variances.device)
+        return each.repeat_interleave(torch.tensor(sizes, device=self.variances.device))
 
     def _require_once(self, layers: Mapping[nn.Module, Any], fired: list[nn.Module]) -> None:
-        """Raises unless every layer was called once: two calls with noise of their own share no weights.
-
-        Raises:
-            UnsupportedError: A layer was called several times, or never.
-        """
+        """Raises unless every layer was called once: two calls with noise of their own share no weights."""
         for module in layers:
             if fired.count(module) != 1:
                 name = next(name for name, other in self.problem.module.named_modules() if other is module)

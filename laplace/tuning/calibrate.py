@@ -31,7 +31,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.posterior_outputs import mixed
+from laplace.predictive.prediction import mixed
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import held_out_part, refits_of_head

@@ -30,7 +30,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent, sampled
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.posterior_outputs import mixed
+from laplace.predictive.prediction import mixed
 from laplace.structures.precision import Form, Precision, drawn
 from laplace.tuning.losses import LossRule, Prediction, Running, Targets
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,16 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.posterior_outputs import PosteriorOutputs, mixed
-from laplace.predictive.predict import Predictor
+from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation
 
+Predict = Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction]
+
 
 def compare(
-    predictor: Predictor, group: PosteriorGroup, loader: Iterable[Any], options: PredictOptions, *, progress_bar: bool
+    predict: Predict, group: PosteriorGroup, loader: Iterable[Any], options: PredictOptions, *, progress_bar: bool
 ) -> Comparison:
     """Scores of the predictions and of the networks' outputs themselves, by the same likelihood.
 
@@ -51,7 +52,7 @@ def compare(
             with named(name):
                 if PredType.NN in kinds:
                     draws.manual_seed(seed)  # samples of the weights are the same for all data
-                prediction = predictor.predict(x, replace(options, generator=draws)).rows
+                prediction = predict(x, replace(options, generator=draws), {}).rows
                 parts = list(zip(group.posteriors, prediction.components, strict=True))
                 weights = prediction.weights
                 summary = mixed([_summary(one, rows, x, options) for one, rows in parts], weights)
@@ -85,5 +86,5 @@ def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: P
 
 def _outputs(posterior: Posterior, rows: PosteriorOutputs, x: Inputs) -> Tensor:
     """The outputs f(x, θ*), `[B, C]`: the mean of the linearised network, unless that was refined; else of a pass."""
-    linearised = isinstance(rows.source, LinearisedOutputs) and rows.source.step is None
-    return rows.latent_mean if linearised and rows.own.latents is None else outputs(posterior.engine, x).values
+    linearised = isinstance(rows.source, LinearisedOutputs) and posterior.refined_step is None
+    return rows.latent_mean if linearised and rows.users_latents is None else outputs(posterior.engine, x).values

@@ -21,7 +21,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
-from laplace.predictive.posterior_outputs import mixed
+from laplace.predictive.prediction import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Losses, Predictive
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data

@@ -11,7 +11,7 @@ from torch.distributions import Bernoulli, Categorical, MixtureSameFamily
 
 from laplace import Laplace, MixtureLaplace, Prediction
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.predictive.posterior_outputs import quantile
+from laplace.predictive.prediction import quantile
 from tests import grid
 from tests.reference.compare import assert_close
 

@@ -13,7 +13,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 from laplace import Laplace, MixtureLaplace, Prediction
 from laplace.errors import UnsupportedError
 from laplace.likelihoods import LikelihoodFromLoss
-from laplace.likelihoods.softmax import SoftmaxLikelihood
+from laplace.likelihoods.categorical import SoftmaxLikelihood
 from laplace.likelihoods.targets import TARGETS
 from tests import grid
 from tests import problems as catalogue

@@ -21,7 +21,7 @@ from laplace.errors import (
     UnsupportedError,
 )
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.predict import PosteriorPredictor
+from laplace.predictive.predict import Predictor
 from laplace.tuning.held_out import HeldOut, held_out_part, refits_of_head
 from tests.problems import Problem, get
 from tests.reference import refits as oracle
@@ -204,7 +204,7 @@ def test_posteriors_are_those_of_the_network_with_the_refitted_head(name: str, s
         again = refit_anew(problem, la, piece, kept, hessian_structure=structure, last_layer_name=problem.head, **noise)
         assert_close(piece.posterior.log_evidence(), again.log_marginal_likelihood(), "backend")
         for x, _ in piece.loader:
-            mine = PosteriorPredictor(piece.posterior).call(x, OPTIONS)
+            mine = Predictor(piece.posterior).call(x, OPTIONS, {})
             theirs = [again(inputs_of(single[i])) for i in order_of(x, phi)]
             for part, parts in zip(*both(mine, theirs), strict=True):
                 assert_close(part, torch.cat(list(parts)), "backend")

@@ -27,8 +27,7 @@ from laplace.engines.native.proof_cache import proven_plan
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.weighted_targets import Observed
+from laplace.likelihoods.base import Likelihood, Observed
 from laplace.network.model_guard import preserve_model
 from laplace.network.recomputation import GRADIENTS_LATER
 from laplace.weights.problem import Problem

@@ -28,9 +28,8 @@ from laplace.engines.native.proof import TOLERANCE, first_of_use
 from laplace.engines.sinks import BatchForm, BlockSink, BlockSource, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block
-from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.output_hessian import OutputHessian, columns_of
-from laplace.likelihoods.weighted_targets import Observed
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
