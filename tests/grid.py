@@ -18,6 +18,8 @@ FIRST = ("full", "kron", "diag")
 CELLS = [(weights, structure) for weights in WEIGHTS for structure in FIRST]
 CELLS += [(WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES) if structure not in FIRST]
 """Every choice of weights with the three structures that differ most, and every other structure with one in turn."""
+TURNS = [(WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES)]
+"""Every structure with one choice of weights in turn."""
 REREAD = tuple(name for name, structure in REGISTRY.items() if structure.n_passes > 1)
 DIAGONAL = [("all", "diag"), ("last_layer", "kron"), ("subnetwork", "full")]
 """Every choice of weights and every structure once, where a product would only repeat itself."""

@@ -278,14 +278,16 @@ def thinned(*structures: str) -> list[Any]:
     return found
 
 
-def by_turns() -> list[Any]:
-    """Every problem once, with all weights and one structure."""
-    problems = list(catalogue.PROBLEMS.values())
-    return [
-        case
-        for i, problem in enumerate(problems)
-        for case in cases([problem], ["all"], [STRUCTURE_NAMES[i % len(STRUCTURE_NAMES)]])
-    ]
+def by_turns(
+    structures: Sequence[str] = STRUCTURE_NAMES, weights: Sequence[str] = ("all",), names: Sequence[str] = ()
+) -> list[Any]:
+    """Every problem once, with structures and choices of weights by turns."""
+    found: list[Any] = []
+    for i, problem in enumerate(map(catalogue.get, names or catalogue.PROBLEMS)):
+        choices = [choice for choice in weights if choice != "last_layer" or has_own_head(problem)]
+        turn = i // len(structures)
+        found += cases([problem], [choices[turn % len(choices)]], [structures[i % len(structures)]])
+    return found
 
 
 def few(*weights: str, structures: Sequence[str] = (), names: Sequence[str] = FEW) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.errors import GradientWarning
 from tests import problems as catalogue
-from tests.conformance.cases import STRUCTURE_NAMES, Case, few
+from tests.conformance.cases import STRUCTURE_NAMES, Case, by_turns, few
 from tests.conformance.test_predictions import latent_of
 from tests.reference.compare import assert_close
 
@@ -49,7 +49,12 @@ def weighted(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", few("all", names=SMOOTH) + few("last_layer", names=SMOOTH[:6:2]) + few("mixed", names=SMOOTH[1:6:2])
+    "case",
+    few("all", names=SMOOTH[:2])
+    + by_turns(names=SMOOTH[2:])
+    + by_turns(STRUCTURE_NAMES[::-1], names=SMOOTH[2:])
+    + few("last_layer", names=SMOOTH[:1])
+    + few("mixed", names=SMOOTH[1:2]),
 )
 def test_latent_gaussian(case: Case) -> None:
     la = case.fit(enable_backprop=True, prior_precision=0.4)

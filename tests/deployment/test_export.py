@@ -52,7 +52,7 @@ class Tokens(nn.Module):
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
-@pytest.mark.parametrize(("weights", "structure"), [*grid.CELLS, ("all", "gp")])
+@pytest.mark.parametrize(("weights", "structure"), [*grid.TURNS, ("all", "gp")])
 def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure, "regression", **({"n_subset": 6} if structure == "gp" else {}))
     x, _ = grid.data("regression")
@@ -227,33 +227,26 @@ def test_compiled_as_one_graph() -> None:
         assert_close(compiled(x[:size]), la(x[:size]))
 
 
-def convolutional() -> tuple[Laplace, Tensor]:
+@pytest.mark.filterwarnings("ignore")  # of the packages, about each other
+def test_onnx(tmp_path: Path) -> None:
+    """Convolutions, all weights and a link that inverts a sum."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 3, 3, stride=2), nn.Flatten(),
         nn.Linear(12, 2),
     )  # fmt: skip
     x = torch.randn(6, 1, 6, 6)
-    la = Laplace(network, "regression", "all", "kron")
-    la.fit([(x, torch.randn(6, 2))])
-    return la, x
-
-
-@pytest.mark.filterwarnings("ignore")  # of the packages, about each other
-@pytest.mark.parametrize("case", ["head", "convolutions"])
-def test_onnx(case: str, tmp_path: Path) -> None:
-    for package in ("onnx", "onnxscript"):
-        pytest.importorskip(package)
-    runtime = pytest.importorskip("onnxruntime")
-    if case == "head":
-        la, x, options = grid.fitted("last_layer", "kron"), grid.data()[0], {"link_approx": "bridge"}
-    else:
-        (la, x), options = convolutional(), {}
-    program = torch.export.export(la.export(x[:4], **options), (x[:4],), dynamic_shapes=({0: BATCH},))
+    la = Laplace(network, "classification", "all", "kron")
+    la.fit([(x, torch.arange(6) % 2)])
+    module = la.export(x[:4], link_approx="bridge")
+    program = torch.export.export(module, (x[:4],), dynamic_shapes=({0: BATCH},))
     torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "prediction.onnx"))
     served = runtime.InferenceSession(str(tmp_path / "prediction.onnx"))
-    values = served.run(None, {served.get_inputs()[0].name: x.numpy()})
-    assert_close(tuple(values), la(x, **options))
+    (values,) = served.run(None, {served.get_inputs()[0].name: x.numpy()})
+    assert_close(torch.as_tensor(values), la(x, link_approx="bridge"))
 
 
 # What is refused.

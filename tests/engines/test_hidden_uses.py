@@ -466,17 +466,17 @@ def test_kronecker_factors_do_not_depend_on_the_order_of_batches(kind: type[nn.M
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str) -> None:
+@pytest.mark.parametrize("engine_of_another", [False, True])
+def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str, engine_of_another: bool) -> None:
     model = network(kind)
     la = fitted(model, structure, SHOWN)
-    for engine_of_another in (False, True):
-        proof_cache._KNOWN.clear()
-        if engine_of_another:  # a plan that another object proved
-            fitted(model, "diag", HIDDEN)
-        la._posterior.engine._plans.clear()
-        la(HIDDEN)
-        for x in (SHOWN, HIDDEN, SHOWN[:2], SHOWN[:1], HIDDEN[:1]):
-            assert_variances(la, model, x)
+    proof_cache._KNOWN.clear()
+    if engine_of_another:  # a plan that another object proved
+        fitted(model, "diag", HIDDEN)
+    la._posterior.engine._plans.clear()
+    la(HIDDEN)
+    for x in (SHOWN, HIDDEN, SHOWN[:2], SHOWN[:1], HIDDEN[:1]):
+        assert_variances(la, model, x)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)

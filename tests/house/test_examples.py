@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
+import socket
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 from torch import distributed
+
+from tests import fresh
 
 # A package that an example needs besides those of the tests.
 NEEDS = {
@@ -49,15 +50,22 @@ def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
 def test_example_runs_in_two_processes(tmp_path: Path) -> None:
-    script, plot = ROOT / "examples" / "several_processes.py", tmp_path / "plot.png"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(script), "--small", "--output", str(plot)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as launched:
-        try:
-            output, errors = launched.communicate(timeout=240)
-        finally:
-            launched.terminate()  # it ends its processes then, which it could not if it were killed
-    assert launched.returncode == 0, errors
-    assert "2 processes, 601 data" in output and plot.exists()
+    """As `torchrun` would start them."""
+    example, plot = ROOT / "examples" / "several_processes.py", tmp_path / "plot.png"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    scripts = [
+        f"""
+import os, runpy, sys
+os.environ |= {group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}}
+sys.argv = {[str(example), "--small", "--output", str(plot)]}
+sys.path.insert(0, {str(example.parent)!r})
+runpy.run_path({str(example)!r}, run_name="__main__")
+"""
+        for rank in range(2)
+    ]
+    done = fresh.run(*scripts)
+    assert not any(process.status for process in done), [process.errors for process in done]
+    assert "2 processes, 601 data" in "".join(process.output for process in done) and plot.exists()

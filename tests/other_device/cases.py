@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from laplace.weights.masks import (
 )
 from tests import grid
 from tests.other_device import device as other
+from tests.pairs import ALL, covering
 
 Values = list[Any]
 """Tensors and numbers that have to be equal on both devices."""
@@ -106,10 +107,9 @@ def cell(likelihood: str, weights: str, structure: str) -> Run:
     return run
 
 
-for likelihood in grid.LIKELIHOODS:
-    for weights in grid.WEIGHTS:
-        for structure in STRUCTURES:
-            CASES[f"{likelihood}, {weights}, {structure}"] = cell(likelihood, weights, structure)
+GRID = list(product(grid.LIKELIHOODS, grid.WEIGHTS, STRUCTURES))
+for key in GRID if ALL else [GRID[place] for place in covering(GRID)]:
+    CASES[", ".join(key)] = cell(*key)
 
 
 # Families of posteriors over functions, mixtures.
@@ -503,19 +503,12 @@ def refusals() -> dict[str, Any]:
     return {"accepted": accepted, "seen": dict(other.SEEN)}
 
 
-def main(what: str) -> None:
-    """Prints one of the reports: of the device itself, of numbers, or of counts."""
+def main() -> None:
+    """Prints the reports: of the device itself, of counts and of numbers."""
     other.set_up()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if what == "numbers":
-        found = {name: difference(outcome(run, other.NAME), outcome(run, "cpu")) for name, run in CASES.items()}
-    elif what == "counts":
-        found = {", ".join(key): counts(*key) for key in COUNTED} | {"online": counts_of_training()}
-    else:
-        found = refusals()
+    found: dict[str, Any] = {"device": refusals()}
+    found["counts"] = {", ".join(key): counts(*key) for key in COUNTED} | {"online": counts_of_training()}
+    found["numbers"] = {name: difference(outcome(run, other.NAME), outcome(run, "cpu")) for name, run in CASES.items()}
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 
 from laplace.structures import STRUCTURES
+from tests import fresh
 from tests.other_device import cases, device
 
 pytestmark = pytest.mark.skipif(not device.is_supported(), reason="this PyTorch lets no device be registered in Python")
 
 
-def report(what: str) -> dict[str, Any]:
-    """What one process found: a device that is registered stays, so that it is none of the tests' own."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.other_device.cases", what]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@cache
+def report() -> dict[str, Any]:
+    """What a process found: a device that is registered stays, so that it is none of the tests' own."""
+    (done,) = fresh.run("from tests.other_device.cases import main; main()", timeout=600)
+    assert done.status == 0, done.errors
+    return json.loads(done.output.splitlines()[-1])
 
 
 def test_the_device_refuses_what_an_accelerator_refuses() -> None:
-    found = report("device")
+    found = report()["device"]
     assert not found["accepted"] and found["seen"] == {"to the device": 3, "to the host": 1, "_local_scalar_dense": 1}
 
 
 def test_every_case_has_the_numbers_of_the_cpu() -> None:
-    found = report("numbers")
+    found = report()["numbers"]
     assert list(found) == list(cases.CASES)
     wrong = {name: error for name, error in found.items() if error}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
@@ -58,7 +55,7 @@ def bounds(name: str) -> dict[str, dict[str, int]]:
 
 
 def test_reads_and_copies_are_few() -> None:
-    found = report("counts")
+    found = report()["counts"]
     wrong = [
         f"{name}: {part}: {what}: {count} times, {bounds(name)[part].get(what, 0)} expected at most"
         for name, parts in found.items()

@@ -158,7 +158,7 @@ def test_the_variational_process_is_stationary(independent: bool) -> None:
     """Opper and Archambeau (2009): a = −E[∇(−log p)], and S⁻¹ is the prior's plus E[Λ] at the data alone."""
     dense = Dense("mlp_classification", independent=independent)
     la, x = dense.fit(), dense.case.problem.x
-    found = la.refine(dense.case.problem.batches(), "variational", n_samples=4000, tolerance=1e-9)
+    found = la.refine(dense.case.problem.batches(), "variational", n_samples=1000, tolerance=1e-9)
     assert found.converged
     latent = la.predict(x).latent
     f, covariance = latent.mean[dense.chosen], latent.covariance[dense.chosen]
