@@ -82,8 +82,10 @@ class Smoothing:
         """Weighted outputs `[B, C]` around f; f alone without a root."""
         if root is None:
             return [(1.0, f)]
-        moved = self.points.unsqueeze(1) * root if self.independent else torch.einsum("bcd,sd->sbc", root, self.points)
-        return list(zip(self.weights.tolist(), f + moved, strict=True))
+        offsets = (
+            self.points.unsqueeze(1) * root if self.independent else torch.einsum("bcd,sd->sbc", root, self.points)
+        )
+        return list(zip(self.weights.tolist(), f + offsets, strict=True))
 
     def losses(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
         """`Likelihood.loss_terms` at every point, `[S, 1]` or `[S, C]`."""
@@ -353,7 +355,7 @@ class Covariance(ABC):
 
     @abstractmethod
     def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
-        """Covariances J S Jᵀ of the outputs of every datum, a tensor `[B, C, C]` per batch, or variances `[B, C]`."""
+        """Covariances J S Jᵀ of the outputs of every input, a tensor `[B, C, C]` per batch, or variances `[B, C]`."""
 
     @abstractmethod
     def divergence(self) -> float:

@@ -132,8 +132,8 @@ def _points(refiner: Refiner[S], covariance: S) -> Smoothing:
 
 def _at(refiner: Refiner[S], smoothing: Smoothing, covariance: S, start: Tensor) -> _State[S]:
     """The best mean under a covariance, and the bound there."""
-    model, spread = refiner.model, covariance.of_outputs(diagonal=smoothing.independent)
-    model = replace(model, smoothing=smoothing, roots=[smoothing.root(part) for part in spread])
+    model, variances = refiner.model, covariance.of_outputs(diagonal=smoothing.independent)
+    model = replace(model, smoothing=smoothing, roots=[smoothing.root(part) for part in variances])
     at = refiner.minimum(model, start, covariance, show=False).at
     bounds = _bounds(refiner, model, covariance, at)
     return _State(covariance, model, at, bounds, float(smoothing.mean(bounds)))

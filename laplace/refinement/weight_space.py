@@ -291,11 +291,11 @@ class WeightRefiner(Refiner[WeightCovariance]):
         """Curvature, in the posterior's structure, at (and around) f_lin(x, θ* + step)."""
         choices, engine, first = self.posterior.choices, self.engine, self.data.batches[0]
         shifted = Shifted(self.posterior.likelihood, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
-        own = GGNEngine(engine.problem, shifted, replace(engine.options, stochastic=False, generator=None))
+        engine_around = GGNEngine(engine.problem, shifted, replace(engine.options, stochastic=False, generator=None))
         known = [None] * len(self.data.batches) if roots is None else roots
         pushed = self.data.push(step)
         loader = [
             (batch.x, shifted.pack(shift, root, batch.y))
             for batch, shift, root in zip(self.data.batches, pushed, known, strict=True)
         ]
-        return sum_data(loader, own, choices, FitOptions(check_memory=False))
+        return sum_data(loader, engine_around, choices, FitOptions(check_memory=False))

@@ -95,11 +95,11 @@ class TaskFit:
         if not self.former.is_fitted:
             return joint.log_marginal_likelihood
         former = self.former.evidence(prior_precision=delta)
-        fit, moved = self.fit, former.precision.quad(self.posterior.snapshot().mean - self.former.snapshot().mean)
+        fit, distance = self.fit, former.precision.quad(self.posterior.snapshot().mean - self.former.snapshot().mean)
         log_likelihood = joint.likelihood.log_likelihood(
             fit.loss_terms, fit.n_data, fit.n_outputs, joint.sigma_noise, joint.temperature
         )
-        return log_likelihood - 0.5 * (joint.log_det_ratio - former.log_det_ratio + moved)
+        return log_likelihood - 0.5 * (joint.log_det_ratio - former.log_det_ratio + distance)
 
     def tuned_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
         """The prior precision after some steps towards a larger evidence, in the shape of the present one.
@@ -138,7 +138,7 @@ class TaskResult:
     Attributes:
         prior_precision: Prior precision δ, `[1]`, `[n_tensors]` or `[P]`.
         log_marginal_likelihood: Log evidence of the task given the former ones, in nats.
-        losses: Training objective per datum, in nats: its mean over each epoch.
+        losses: Training objective per input, in nats: its mean over each epoch.
     """
 
     prior_precision: Tensor
@@ -262,7 +262,7 @@ def _copied(la: ParametricLaplace) -> ParametricLaplace:
 
 
 class _Descent:
-    """Descent on the negative log posterior of one task, per datum."""
+    """Descent on the negative log posterior of one task, per input."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class _Descent:
         self.scheduler = None if scheduler_cls is None else scheduler_cls(self.optimizer, **(scheduler_kwargs or {}))
 
     def epoch(self) -> float:
-        """One pass over the data, in training mode; the mean objective per datum, in nats."""
+        """One pass over the data, in training mode; the mean objective per input, in nats."""
         total = 0.0
         model = self.la.weights.model
         with flags_put_back(model), torch.enable_grad():
@@ -350,8 +350,8 @@ def _keep_fixed_entries(la: ParametricLaplace) -> None:
 #
 # `TaskMemory` keeps the curvature of every task: a penalty with the sum of Kronecker products (Ritter et al., 2018).
 # Kronecker factors of tasks that are summed one by one, as those of data are, stand for more than the sum of their
-# products: (B_1 + B_2) ⊗ (A_1 + A_2) has cross terms. Kept apart, the products are summed exactly, in the penalty, at a
-# product with each of them: time and memory grow with the number of tasks.
+# products: (B_1 + B_2) ⊗ (A_1 + A_2) has cross terms. Kept separately, the products are summed exactly, in the penalty,
+# at a product with each of them: time and memory grow with the number of tasks.
 
 
 def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:

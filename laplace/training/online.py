@@ -356,7 +356,7 @@ def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
 
 
 def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
-    """Numbers in the target of one datum or position: of `[B, n]` only the network knows what the n are."""
+    """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
     model, posterior = la.weights.model, la.snapshot()
     with preserve_model(model):
         f = batches.latent(called(model, posterior.call, batches.to_device(x, la.prior_mean.device)))

@@ -60,7 +60,7 @@ _SAME = 1e-6
 def caution(n_data: int) -> float:
     """Number of paired standard errors that count against a candidate: ½ + 4/√n.
 
-    Chosen on 640 runs with 16 sets (docs/which_method.md): with a whole standard error no single datum can decide, with
+    Chosen on 640 runs with 16 sets (docs/which_method.md): with a whole standard error no single input can decide, with
     many data half of one keeps most of the gain.
     """
     return 0.5 + 4 / math.sqrt(n_data)
@@ -261,7 +261,7 @@ class _Rows:
 
     index: Tensor  # which rows of the outputs, `[R]`
     y: Tensor  # their targets
-    datum: Tensor  # index of the input of each, `[R]`
+    inputs: Tensor  # index of the input of each, `[R]`
     n_data: int
 
     @classmethod
@@ -320,7 +320,7 @@ class _Scores:
         rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
         if not len(rows.index):
             return
-        means, counts = [mean[rows.index] for mean, _, _ in latents], self._counted(rows)
+        means, counts = [mean[rows.index] for mean, _, _ in latents], self._count_rows(rows)
         if scored.posterior.likelihood.target.labels_vary:
             low, high = rows.y.aminmax()
             self._lowest, self._highest = min(self._lowest, low.item()), max(self._highest, high.item())
@@ -343,16 +343,16 @@ class _Scores:
                 for k, sigma in enumerate(self.noises):
                     values = score(likelihood, prediction, rows.y, sigma)
                     gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
-                    gaps.index_add_(1, rows.datum, widened(values) - network)
+                    gaps.index_add_(1, rows.inputs, widened(values) - network)
                     self._gaps[part, j, k] += gaps.sum(-1)
                     self._squares[part, j, k] += gaps.square().sum(-1)
                     self._products[part, j, k] += gaps @ counts
         if network is None:
             raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
 
-    def _counted(self, rows: _Rows) -> Tensor:
-        """Number of rows of every datum, `[B]`, added to the totals."""
-        counts = torch.bincount(rows.datum, minlength=rows.n_data).to(self._gaps)
+    def _count_rows(self, rows: _Rows) -> Tensor:
+        """Number of rows of every input, `[B]`, added to the totals."""
+        counts = torch.bincount(rows.inputs, minlength=rows.n_data).to(self._gaps)
         self.n_data += int((counts > 0).sum())
         self._counts += float(counts.sum())
         self._squared_counts += float(counts.square().sum())

@@ -139,15 +139,8 @@ class Candidates:
     P = c·(w₀ H + δ/c) for a number c: one factorisation serves them all. Random numbers are drawn once and shared, so
     that candidates differ by their hyper-parameters alone.
 
-    Args:
-        posterior: A fitted posterior.
-        settings: The candidates; noises in equal ratios. With other priors than scalar ones, each is factored.
-        predictive: Predictive, link, samples and generator.
-        whole_covariance: Whether regressions have covariances `[B, C, C]`; else variances.
-
-    Attributes:
-        priors: δ of every candidate, `[n]`.
-        factors: c of every candidate, `[n]`.
+    The settings have noises in equal ratios; with other priors than scalar ones, each is factored. With
+    `whole_covariance` regressions have covariances `[B, C, C]`, else variances.
     """
 
     def __init__(
@@ -158,10 +151,10 @@ class Candidates:
         self.posterior = posterior
         self.settings = settings
         self.predictive = predictive
-        self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
+        self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])  # δ, `[n]`
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
-        self.scan, self.factors = None, torch.ones_like(self.priors)
+        self.scan, self.factors = None, torch.ones_like(self.priors)  # c, `[n]`
         scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
         if scalar and not posterior.overrides(*POSTERIOR):
             first = posterior.at(settings[0]).evidence
@@ -174,10 +167,10 @@ class Candidates:
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
-        apart = self.called or self.scan is None
+        separate = self.called or self.scan is None
         likelihood = self.posterior.likelihood
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
-        if self.kind != PredType.NN and by_rows and not apart:
+        if self.kind != PredType.NN and by_rows and not separate:
             n_outputs = self.posterior.fit.n_outputs
             per_datum = n_outputs if self.summaries.diagonal else n_outputs**2
             width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
@@ -211,12 +204,12 @@ class Candidates:
         return mean, lambda group: self._variances(functions, group), parts[0][2]
 
     def of_network(self, f: Tensor) -> Prediction:
-        """The network's own predictions, from its outputs `[B, C]`: those of samples that do not differ."""
-        own = self.summaries.of_samples(f.expand(2, *f.shape))
+        """The network's own predictions, from its outputs `[B, C]`, as of samples that do not differ."""
+        summary = self.summaries.of_samples(f.expand(2, *f.shape))
         of_latent = self.posterior.likelihood.latent_prediction and self.kind != PredType.NN
-        if isinstance(own, tuple) and of_latent and not self.summaries.diagonal:
-            return own[0], own[1].diag_embed()
-        return own
+        if isinstance(summary, tuple) and of_latent and not self.summaries.diagonal:
+            return summary[0], summary[1].diag_embed()
+        return summary
 
     def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
         """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
@@ -323,8 +316,8 @@ class MixedCandidates:
 
     def of_networks(self, outputs: tuple[Tensor, ...], i: int) -> Prediction:
         """The networks' own predictions, from the outputs `[B, C]` of every one, mixed as at candidate i."""
-        own = [part.of_network(f) for part, f in zip(self.parts, outputs, strict=True)]
-        return mixed(own, self.weights[:, i])
+        predictions = [part.of_network(f) for part, f in zip(self.parts, outputs, strict=True)]
+        return mixed(predictions, self.weights[:, i])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,14 +336,8 @@ class _Seen:
 class Losses:
     """The running losses of all candidates.
 
-    Args:
-        candidates: What predicts.
-        rule: Makes a running loss for every candidate, or for several at once.
-        processes: Those that see the other shards of the data; None where all data are seen here.
-        of_network: Candidates at whose noise and mixture weights the networks' own predictions are scored, too.
-
-    Attributes:
-        n_data: Data seen.
+    `processes` are those that see the other shards of the data; `of_network` are candidates at whose noise and mixture
+    weights the networks' own predictions are scored, too.
     """
 
     def __init__(
@@ -444,12 +431,12 @@ class Losses:
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
         size = group.stop - group.start
-        apart = size > 1 and not self._together
+        separate = size > 1 and not self._together
         try:
             prediction = predict(group)
         except (CurvatureError, torch.linalg.LinAlgError):
-            return [None] * (size if apart else 1)
-        if not apart:
+            return [None] * (size if separate else 1)
+        if not separate:
             return [prediction]
         rows = list(zip(*prediction, strict=True)) if isinstance(prediction, tuple) else list(prediction)
         return [None if any(bool(part.isnan().any()) for part in _parts(row)) else row for row in rows]

@@ -61,11 +61,11 @@ def compare(
                 targets = Targets.of(first, f[0], y, positions)
                 known = mixed([target.at_outputs(likelihood, each) for each in f], weights)
                 sigma = prediction.sigma_noise
-                own = sigma if calibration is None else calibration.network_noise  # that of a posterior is less
-                network = scores_of(likelihood, *targets.counted(known), own)
+                noise = sigma if calibration is None else calibration.network_noise  # that of a posterior is less
+                network = scores_of(likelihood, *targets.counted(known), noise)
                 posterior = scores_of(likelihood, *targets.counted(summary), sigma)
-            datum = n_data + torch.arange(len(f[0])) // math.prod(positions)
-            data.add(network, posterior, datum if targets.rows is None else datum[targets.rows.cpu()])
+            inputs = n_data + torch.arange(len(f[0])) // math.prod(positions)
+            data.add(network, posterior, inputs if targets.rows is None else inputs[targets.rows.cpu()])
             n_data += len(f[0]) // math.prod(positions)
     several = len(group.posteriors) > 1
     return data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))

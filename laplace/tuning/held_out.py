@@ -268,7 +268,7 @@ class HeadRows:
     features: Tensor  # φ, `[R, D]`, with a 1 for the bias
     f: Tensor  # the network's outputs, `[R, C]`
     y: Tensor  # checked targets of the rows; those with ignored labels are left out
-    datum: Tensor  # number of the input that a row is of, `[R]`
+    inputs: Tensor  # number of the input that a row is of, `[R]`
 
     @classmethod
     def of_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadRows:
@@ -281,14 +281,14 @@ class HeadRows:
             )
         jacobian, f = parts[0]
         y = engine.checked(f, target_rows(y, f, jacobian.positions, engine.problem.channel_dim))
-        datum = start + torch.arange(len(f), device=f.device) // math.prod(jacobian.positions)
+        inputs = start + torch.arange(len(f), device=f.device) // math.prod(jacobian.positions)
         rows = rows_that_count(y, jacobian.positions, engine.likelihood.ignore_index)
-        columns = jacobian.head_features().to(f), f, y, datum
+        columns = jacobian.head_features().to(f), f, y, inputs
         return cls(*(columns if rows is None else (column[rows] for column in columns)))
 
     @classmethod
     def concatenated(cls, parts: list[HeadRows]) -> HeadRows:
-        columns = [[part.features, part.f, part.y, part.datum] for part in parts]
+        columns = [[part.features, part.f, part.y, part.inputs] for part in parts]
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
 
@@ -345,14 +345,14 @@ class HeadData:
 
     def _folds(self, folds: int, generator: torch.Generator | None) -> Tensor:
         """Number of the part that a row is in, `[R]`; −1 of a class that has no other input."""
-        datum, rows = self.rows.datum.unique(return_inverse=True)
-        if folds > len(datum):
+        inputs, rows = self.rows.inputs.unique(return_inverse=True)
+        if folds > len(inputs):
             raise InvalidArgument(
-                f"folds={folds} parts of {len(datum)} data; give at most as many parts as data, or {_INSTEAD[5:]}."
+                f"folds={folds} parts of {len(inputs)} data; give at most as many parts as data, or {_INSTEAD[5:]}."
             )
         y = self.rows.y
-        labels = y if y.ndim == 1 and len(y) == len(datum) else None
-        fold = ranks_of_data(labels, len(datum), generator).to(datum.device) % folds
+        labels = y if y.ndim == 1 and len(y) == len(inputs) else None
+        fold = ranks_of_data(labels, len(inputs), generator).to(inputs.device) % folds
         if labels is not None:
             _, which, counts = labels.unique(return_inverse=True, return_counts=True)
             fold = fold.where(counts[which] > 1, -1)

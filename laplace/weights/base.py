@@ -28,11 +28,11 @@ class Weights:
 
     Raises:
         InvalidType: The network is no module.
-        UnsupportedError: Its weights are spread over processes, which this choice does not take.
+        UnsupportedError: Its weights are sharded over processes, which this choice does not take.
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
-        takes_spread: Whether the network may be spread over processes by FSDP2.
+        takes_spread: Whether the network may be sharded over processes by FSDP2.
         spread_over: Those processes; None of a whole network.
     """
 
@@ -42,7 +42,7 @@ class Weights:
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         self._given = model
         self.model = unwrap(require_module(model))
-        self.spread_over = processes_of(self.model)  # refuses those that are spread in other ways than FSDP2's
+        self.spread_over = processes_of(self.model)  # refuses those that are sharded in other ways than by FSDP2
         if not self.takes_spread:
             require_whole(self.model, f"{type(self).__name__} runs a part of it on its own")
         self.forward_fn = forward_fn

@@ -95,8 +95,8 @@ def _has_parameters(name: str, module: nn.Module) -> bool:
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     if "parametrizations" in name.split("."):
         return False
-    own = any(parameter is not None for parameter in module._parameters.values())
-    return own or (len(module._modules) > 0 and any(True for _ in module.parameters()))
+    is_leaf = any(parameter is not None for parameter in module._parameters.values())
+    return is_leaf or (len(module._modules) > 0 and any(True for _ in module.parameters()))
 
 
 def _last_to_run(finished: list[str]) -> str | None:

@@ -312,11 +312,13 @@ class HeadCopy(HeadView):
         return current
 
     def substitutes(self, layer: nn.Module, *, alone: bool) -> Mapping[str, Tensor]:
-        own = dict(layer.named_parameters())
-        graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own.values())
+        originals = dict(layer.named_parameters())
+        graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in originals.values())
         current = self._current(layer)
         if current is None:
-            plain = all(isinstance(tensor, nn.Parameter) for tensor in own.values())  # and not a user's functional_call
+            plain = all(
+                isinstance(tensor, nn.Parameter) for tensor in originals.values()
+            )  # and not a user's functional_call
             if not graph or not alone or not plain or is_spread(layer):
                 return {}
             if self._copied is not None or self._copy is None or not _share_memory(self._copy, layer):
@@ -324,10 +326,10 @@ class HeadCopy(HeadView):
                 self._copy, self._copied = copy.deepcopy(layer, shared), None
             current = self._copy
         # Samples may have another dtype than a network in half precision.
-        tensors = {name: tensor.to(own[name]) for name, tensor in current.named_parameters()}
+        tensors = {name: tensor.to(originals[name]) for name, tensor in current.named_parameters()}
         if not graph:
             return tensors
-        return {name: tensor + (own[name] - own[name].detach()) for name, tensor in tensors.items()}
+        return {name: tensor + (originals[name] - originals[name].detach()) for name, tensor in tensors.items()}
 
     def _current(self, layer: nn.Module) -> nn.Module | None:
         """The copy that was shown, if it is of the layer as it is now."""

@@ -632,7 +632,6 @@ def _train_epoch(
 
 @contextmanager
 def _seeded(model: nn.Module, generator: torch.Generator | None) -> Iterator[None]:
-    """A random state of its own for the training."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         if generator is not None:

@@ -128,7 +128,7 @@ class Problem:
 
     @cached_property
     def processes(self) -> Processes | None:
-        """Those that the module is spread over by FSDP2, which run it together; None of a whole one."""
+        """Processes over which FSDP2 shards the module, which run it together; None of a whole one."""
         return processes_of(self.module)
 
     @property
@@ -156,7 +156,7 @@ class Problem:
             return module._parameters[key]
 
     def mean(self) -> Tensor:
-        """Present values of the random entries, `[P]`, detached; a collective call where the module is spread."""
+        """Present values of the random entries, `[P]`, detached; a collective call where the module is sharded."""
         return torch.cat([slot.take(whole(self.tensor(slot.name).detach())) for slot in self.slots])
 
     def places(self) -> list[Place]:
@@ -185,7 +185,7 @@ class Problem:
     def _places_by_name(
         self, names: Collection[str], places: list[Place] | None
     ) -> dict[str, list[tuple[dict[str, Any], str]]]:
-        """All places of parameters, by names of `detached`; of a head each on its own."""
+        """All places of parameters, by names of `detached`; of a head each separately."""
         tables = [(name, module._parameters, key) for name, module, key in places or self.places()]
         if self.head is not None:
             return {name: [(table, key)] for name, table, key in tables if name in names}
@@ -228,7 +228,7 @@ class Problem:
         if tensors and self.processes is not None:
             require_whole(self.module, "what is asked replaces weights, or differentiates by them twice")
         at = self._places_by_name(tensors.keys(), places) if tensors else {}
-        own = [(table, key, table[key]) for name in tensors for table, key in at[name]]
+        originals = [(table, key, table[key]) for name in tensors for table, key in at[name]]
 
         def put(others: Mapping[str, Tensor]) -> None:
             for name, tensor in others.items():
@@ -239,7 +239,7 @@ class Problem:
             put(tensors)
             yield put
         finally:
-            for table, key, tensor in own:
+            for table, key, tensor in originals:
                 table[key] = tensor
 
     def run(self, tensors: Mapping[str, Tensor], x: Inputs, places: list[Place] | None = None) -> Tensor:
