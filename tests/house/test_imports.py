@@ -216,7 +216,7 @@ def test_submodules_are_attributes() -> None:
     """After a bare `import laplace`, as they were when everything was imported."""
     paths = [name_of(path) for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     names = [path.removesuffix(".py") for path in paths] + [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
-    deeper = "tuning.grid structures.kron structures.gp curvature.asdl likelihoods.links weights.last_layer".split()
+    deeper = "tuning.search structures.kron structures.gp curvature.asdl likelihoods.links weights.last_layer".split()
     deeper += "refinement.refine deployment.export predictive.sampled".split()
     legacy = ["utils", "utils.Kron", "baselaplace", "lllaplace.KronLLLaplace", "curvature.curvature", "laplace.Laplace"]
     script = f"import laplace\nfor path in {[*names, *deeper, *legacy]}: print(eval('laplace.' + path).__name__)"
