@@ -26,6 +26,7 @@ from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
+    from laplace.report import Report
     from laplace.tuning.group import PosteriorGroup
 _OTHER_NAMES = {
     "predict_proba": "la(x) returns the class probabilities, [B, C].",
@@ -297,6 +298,49 @@ class Predicting(ABC):
             pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
         )
         return compare(self._predict_with, self._group, loader, options, progress_bar=progress_bar)
+
+    @checked
+    def report(
+        self,
+        test: Iterable[Any],
+        *,
+        ood: Iterable[Any] | None = None,
+        pred_type: PredTypeName = PredType.GLM,
+        link_approx: LinkName = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Report:
+        """Whether predictions are calibrated, what the posterior changes, and what to do next, in one document.
+
+        `la.report(test).save("report.html")` writes one file that needs no other; `.png` and `.json` are accepted, too.
+        It prints as text. The network is scored as in `compare`.
+
+        Args:
+            test: Labelled data that are new to training and tuning; read once.
+            ood: Inputs of another kind, which a good model is less sure of; batches, labels are not read.
+            pred_type: As in `compare`.
+            link_approx: As in `compare`.
+            n_samples: As in `compare`.
+            generator: Random generator of samples, resampled data and labels; None for seed 0.
+            progress_bar: Show progress bars over the batches.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
+            UnsupportedError: A likelihood other than those of classes and of targets with Gaussian noise.
+            ModelChangedError: The network was trained further after `fit`.
+
+        Warns:
+            DataWarning: The data are those of the fit.
+        """
+        from laplace.tuning.comparing import reported
+
+        options = PredictOptions(
+            pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
+        )
+        return reported(self._predict_with, self._group, test, ood, options, progress_bar=progress_bar)
 
     @checked
     def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace import metrics, report
-from laplace.errors import InvalidArgument, InvalidData
+from laplace import Laplace, MixtureLaplace, metrics, report
+from laplace.errors import InvalidArgument, InvalidData, NotFittedError, UnsupportedError
 
 TEMPERATURES = {"calibrated": 1.0, "over-confident": 0.6, "under-confident": 1.6}
 """By which logits are divided that are calibrated as they are."""
@@ -199,3 +199,54 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(kind, match=words):
             call()
     assert report.of_probabilities(probs[:10], y[:10]).verdicts[0].kind == "unknown"
+
+
+# Reports of posteriors.
+
+
+def trained(likelihood: str, n_outputs: int) -> tuple[Laplace, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(120, 3)
+    y = (x @ torch.randn(3, n_outputs)).argmax(1) if likelihood == "classification" else torch.randn(120, n_outputs)
+    la = Laplace(torch.nn.Linear(3, n_outputs), likelihood, "all", "kron", prior_precision=3.0)
+    la.fit([(x[:60], y[:60])])
+    return la, x[60:], y[60:]
+
+
+def test_the_report_of_a_posterior_is_that_of_its_probabilities_and_the_networks() -> None:
+    la, x, y = trained("classification", 3)
+    strange = [(3 * x[:10],)]
+    found = la.report([(x[:40], y[:40]), (x[40:], y[40:])], ood=strange)
+    network = la.model(x).softmax(1).detach(), la.model(3 * x[:10]).softmax(1).detach()
+    expected = report.of_probabilities(la(x), y, network=network[0], ood=(network[1], la(3 * x[:10])))
+    assert found.n_data == 60
+    for own, other in zip(found.verdicts, expected.verdicts, strict=True):
+        assert own.sentence == other.sentence
+    assert found.ood == {name: pytest.approx(values) for name, values in expected.ood.items()}
+    assert found.to_dict()["scores"]["nll"] == pytest.approx(expected.to_dict()["scores"]["nll"])
+
+
+def test_the_report_of_a_regression_has_the_noise() -> None:
+    la, x, y = trained("regression", 2)
+    found = la.report([(x, y)], ood=[x[:9] + 5])
+    mean, variance = la(x, diagonal_output=True, observation_noise=True)
+    expected = report.of_gaussians(mean, variance, y, network=(la.model(x).detach(), torch.ones_like(mean)))
+    assert [v.sentence for v in found.verdicts] == [v.sentence for v in expected.verdicts]
+    assert set(found.ood) == {"network", "posterior"}
+
+
+def test_a_mixture_is_reported_beside_its_ensemble() -> None:
+    la, x, y = trained("classification", 3)
+    other, _, _ = trained("classification", 3)
+    found = MixtureLaplace([la, other]).report([(x, y)])
+    assert [verdict.name for verdict in found.verdicts] == ["posterior", "ensemble"]
+
+
+def test_reports_of_other_likelihoods_are_refused() -> None:
+    la = Laplace(torch.nn.Linear(3, 1), "bernoulli", "all", "kron")
+    x, y = torch.randn(30, 3), torch.randint(2, (30, 1)).float()
+    with pytest.raises(NotFittedError):
+        la.report([(x, y)])
+    la.fit([(x, y)])
+    with pytest.raises(UnsupportedError, match="compare"):
+        la.report([(x + 1, y)])

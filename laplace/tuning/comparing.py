@@ -17,12 +17,14 @@ from laplace.core.checks import named
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import outputs
 from laplace.enums import PredType
+from laplace.errors import UnsupportedError
 from laplace.likelihoods.targets import Summary
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
+from laplace.report import Report, of_gaussians, of_probabilities
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation
@@ -69,6 +71,67 @@ def compare(
             n_data += len(f[0]) // math.prod(positions)
     several = len(group.posteriors) > 1
     return data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
+
+
+def reported(
+    predict: Predict, group: PosteriorGroup, loader: Iterable[Any], ood: Iterable[Any] | None, options: PredictOptions,
+    *, progress_bar: bool,
+) -> Report:  # fmt: skip
+    """The report on predictions beside the networks' own, of class labels or of targets with Gaussian noise."""
+    batches.require_loader(loader, "test")
+    for posterior in group.posteriors:
+        posterior.require_fitted()
+    first = group.first
+    likelihood = first.likelihood
+    if not likelihood.class_targets and not (likelihood.has_noise and likelihood.latent_prediction):
+        raise UnsupportedError(
+            f"report with likelihood={likelihood.name!r}: reports are on class labels and on targets with Gaussian "
+            "noise. la.compare(loader) scores every likelihood."
+        )
+    source = torch.Generator().manual_seed(0) if options.generator is None else options.generator
+    drawn, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
+    draws = torch.Generator()
+
+    def both(x: Inputs) -> tuple[Prediction, list[Tensor], list[Tensor]]:
+        """A prediction as rows, and what posterior and network say of y: probabilities, or mean and variance."""
+        draws.manual_seed(seed)  # samples of the weights are the same for all data
+        rows = predict(x, replace(options, generator=draws), {}).rows
+        parts = zip(group.posteriors, rows.components, strict=True)
+        f = [_outputs(one, part, x) for one, part in parts]
+        if not likelihood.has_noise:
+            return rows, [rows.mean], [rows.average([likelihood.inverse_link(each) for each in f])]
+        own = rows.sigma_noise if first.calibration is None else first.calibration.network_noise
+        mean = rows.average(f)
+        spread = rows.average([(each - mean).square() for each in f])
+        return rows, [rows.mean, rows.variance], [mean, spread + own.square()]
+
+    sides: tuple[list[list[Tensor]], list[list[Tensor]]] = ([], [])
+    strange: tuple[list[Tensor], list[Tensor]] = ([], [])
+    labels: list[Tensor] = []
+    data = Validation(loader, ood, progress_bar=progress_bar)
+    with group.same_random_states(), autograd_mode(), torch.no_grad():
+        for name, x, y in data.batches(first, "report"):
+            with named(name):
+                rows, posterior, network = both(x)
+                targets = Targets.of(first, network[0], y, rows.positions)
+                labels.append(targets.counted(network[0])[1])
+                for side, values in zip(sides, (posterior, network), strict=True):
+                    side.append([targets.counted(value)[0] for value in values])
+        for name, x in data.ood_inputs(first) if ood is not None else ():
+            with named(name):
+                _, posterior, network = both(x)
+                strange[0].append(network[-1])  # probabilities, or variances
+                strange[1].append(posterior[-1])
+    own, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
+    given: Any = {
+        "ood": None if ood is None else tuple(torch.cat(side).cpu() for side in strange),
+        "names": ("ensemble" if len(group.posteriors) > 1 else "network", "posterior"),
+        "generator": drawn,
+    }
+    y = torch.cat(labels).cpu()
+    if likelihood.has_noise:
+        return of_gaussians(*own, y, network=tuple(theirs), **given)
+    return of_probabilities(own[0], y, network=theirs[0], **given)
 
 
 def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: PredictOptions) -> Summary:
