@@ -42,10 +42,10 @@ from laplace.fitting.resuming import Resumable
 from laplace.fitting.subsampling import Subsample
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
-from laplace.network.misfits import called, noticing_swap
+from laplace.network.input_errors import call_with_context, noticing_swap
 from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
 from laplace.network.spread import require_whole
-from laplace.network.watch import FirstBatch, Witness
+from laplace.network.watch import DeterminismCheck, ReferenceOutputs
 from laplace.posterior.posterior import Choices, Posterior, match_lengths
 from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures.base import Curvature, DataPass, require_finite
@@ -72,7 +72,7 @@ def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Pos
             total = processes.shard(total, options.processes, new.posterior.problem.layout)
         after = new.after(total, former_content)
     checks.warn_of_diagonals(new.fit, after.problem)
-    _look_for_sigmoid(after, new.witness)
+    _look_for_sigmoid(after, new.reference)
     if options.resumable is not None:
         options.resumable.end()
     return after
@@ -118,20 +118,20 @@ class NewFit:
         posterior: The former posterior, with what only data tell: which layer runs last, where the channels are.
         fit: Curvature and loss of the data alone.
         engine: What computed them.
-        witness: Data of the first batch with the outputs there, or None.
+        reference: Data of the first batch with the outputs there, or None.
         content: Digest of the data.
     """
 
     posterior: Posterior
     fit: Fit
     engine: CurvatureEngine
-    witness: Witness | None
+    reference: ReferenceOutputs | None
     content: Content
 
     def after(self, fit: Fit, former: Content | None = None) -> Posterior:
         """The posterior of a fit that holds these data, and `former` ones, around the network's present weights."""
         content = self.content if former is None else former + self.content
-        return self.posterior.with_data(fit, self.engine, self.witness, content)
+        return self.posterior.with_data(fit, self.engine, self.reference, content)
 
 
 def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> NewFit:
@@ -140,7 +140,7 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
     fsdp = posterior.weights.spread_over
     options, model = options.within(fsdp), posterior.model
     looks = fsdp is None and options.removed_weight is None  # whether the network answers twice alike
-    first = FirstBatch(model, posterior.weights.forward_fn) if looks else None
+    first = DeterminismCheck(model, posterior.weights.forward_fn) if looks else None
     if options.processes is None:
         checks.warn_of_shards()
     with autograd_mode(), torch.no_grad(), same_random_state(model):
@@ -168,7 +168,7 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
         fit = fit if subset is None else subset.scale_up(fit)
         check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = fit if options.weights is None else replace(fit, is_weighed=True)
-        return NewFit(posterior, fit, engine, None if first is None else first.witness, content.content)
+        return NewFit(posterior, fit, engine, None if first is None else first.reference, content.content)
 
 
 def _engine_of(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
@@ -194,7 +194,7 @@ def _engine_of(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
 # The first batch: what is refused before it is read, and what it tells.
 
 
-def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, first: FirstBatch | None) -> Begun:
+def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, first: DeterminismCheck | None) -> Begun:
     """A reading of the data that has begun; `first` looks at the first batch."""
     _refuse_unsupported(posterior, options)
     key, given = posterior.choices.dict_key_y, loader
@@ -296,7 +296,9 @@ class _WithFirstBatch:
         yield from self.loader if rest is None else rest
 
 
-def infer_from_first_batch(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | None = None) -> Posterior:
+def infer_from_first_batch(
+    posterior: Posterior, x: Inputs, y: Tensor, first: DeterminismCheck | None = None
+) -> Posterior:
     """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
 
     Raises:
@@ -330,18 +332,18 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
         return posterior
     require_whole(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
     with preserve_model(posterior.model), torch.no_grad():
-        f = _of_one(lambda some: batches.latent(called(posterior.model, posterior.call, some)), detached(x))
+        f = _of_one(lambda some: batches.latent(call_with_context(posterior.model, posterior.call, some)), detached(x))
     channel_dim = channel_of(f, y[: len(f)])
     return posterior if channel_dim is None else posterior.with_channels(channel_dim)
 
 
-def _look_for_sigmoid(posterior: Posterior, witness: Witness | None) -> None:
+def _look_for_sigmoid(posterior: Posterior, reference: ReferenceOutputs | None) -> None:
     """Warns of a softmax of a sigmoid's outputs; only where those of the first data lie in (0, 1) is there a pass."""
-    if witness is None or posterior.likelihood.activation != "softmax":
+    if reference is None or posterior.likelihood.activation != "softmax":
         return
-    if bool((witness.outputs >= 0).all() & (witness.outputs <= 1).all()):
+    if bool((reference.outputs >= 0).all() & (reference.outputs <= 1).all()):
         with autograd_mode(), same_random_state(posterior.model):
-            f = _with_graph(posterior.problem, witness.x)
+            f = _with_graph(posterior.problem, reference.x)
         warn_of_sigmoid(posterior.likelihood, f)
 
 
@@ -371,7 +373,7 @@ def sum_data(
     engine: CurvatureEngine,
     choices: Choices,
     options: FitOptions,
-    first: FirstBatch | None = None,
+    first: DeterminismCheck | None = None,
     content: ContentReader | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
@@ -416,7 +418,7 @@ class _Readings:
     data_pass: DataPass
     choices: Choices
     options: FitOptions
-    first_batch: FirstBatch | None
+    first_batch: DeterminismCheck | None
     content: ContentReader | None
     memory: MemoryCheck | None
 
@@ -482,7 +484,7 @@ class _Readings:
         label = "fit" if self.choices.structure.n_passes == 1 else f"fit, reading {self.number}"
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
-        engine.on_outputs, engine.keeps = None if first is None else first.see, first is not None
+        engine.on_outputs, engine.keeps = None if first is None else first.record, first is not None
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
                 data = self._counted(batch)
@@ -495,7 +497,7 @@ class _Readings:
                     total = self._extended(total, *data)
                 if first is not None:
                     conditions.read()
-                    first.look(*data[:2])
+                    first.run(*data[:2])
                     first = None
             bar.add(len(data[1]), done=is_summed)
             if resume is not None and not is_summed and resume.is_due():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import filterfalse
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,17 +23,16 @@ from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
-from laplace.network.attributes import Seen, attributes_of, changed_names, digests
 from laplace.network.model_guard import (
     autograd_mode,
     generators_of,
     hooks_fire,
     model_lock,
     modules_of,
+    named_modules_of,
     preserve_model,
     same_random_state,
 )
-from laplace.network.settings import settings_of
 from laplace.network.spread import held, held_parts, is_spread, rest_of, whole
 
 ROWS, _WHOLE = 2, 64
@@ -45,7 +48,7 @@ _PASSES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Witness:
+class ReferenceOutputs:
     """Inputs of at most two data, and the network's outputs; held in memory alone, never saved.
 
     Attributes:
@@ -65,8 +68,8 @@ class Witness:
     @classmethod
     def of(
         cls, x: Inputs, outputs: Tensor, call: ForwardFn, written: Iterable[str] = (), *, is_alone: bool = False
-    ) -> Witness:
-        """A witness of inputs that are its own, and of outputs `[B, …]`."""
+    ) -> ReferenceOutputs:
+        """A reference of inputs that are its own, and of outputs `[B, …]`."""
         return cls(x, _spaced(outputs), call, frozenset(written), is_alone)
 
     def couples(self, model: nn.Module, x: Inputs, n_data: int) -> bool:
@@ -106,8 +109,8 @@ class Witness:
                 raise
         return False
 
-    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Witness:
-        """The witness of a network that was moved."""
+    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> ReferenceOutputs:
+        """The reference of a network that was moved."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -193,7 +196,7 @@ def _spaced(outputs: Tensor) -> Tensor:
     return flat[:: max(1, -(-len(flat) // _KEPT_OUTPUTS))].clone()
 
 
-class FirstBatch:
+class DeterminismCheck:
     """Runs the network twice on two data of the first batch, with other random numbers.
 
     The fit's own pass is one of them, where its engine shows the outputs and two data alone have the same; the other is
@@ -204,20 +207,20 @@ class FirstBatch:
         forward_fn: How to call it; None for the default.
 
     Attributes:
-        witness: These data with the outputs, or None: before the first batch, and where the outputs are random, or the
-            network does not take a part of a batch.
+        reference: These data with the outputs, or None: before the first batch, where the outputs are random, or where
+            the network does not take a part of a batch.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None) -> None:
         self.model = model
         self.call = _Eagerly(forward_fn or batches.call)
-        self.witness: Witness | None = None
+        self.reference: ReferenceOutputs | None = None
         self._written: list[str] = []
         self._draws = False
         self._fitted: Tensor | None = None
         self._early: tuple[Inputs, Tensor] | None = None
 
-    def early(self, x: Inputs, n_data: int) -> tuple[Inputs, ForwardFn]:
+    def reuse(self, x: Inputs, n_data: int) -> tuple[Inputs, ForwardFn]:
         """The first data of the first batch, and a call for a pass over them before the fit, which is remembered."""
         rows, _ = first_rows(x, n_data)
 
@@ -228,11 +231,11 @@ class FirstBatch:
 
         return rows, call
 
-    def see(self, outputs: Tensor) -> None:
+    def record(self, outputs: Tensor) -> None:
         """Keeps outputs `[B, …]` of the fit's own pass over the batch, of two data."""
         self._fitted = outputs.detach()[:ROWS].clone()
 
-    def look(self, x: Inputs, y: Tensor) -> None:
+    def run(self, x: Inputs, y: Tensor) -> None:
         """Looks at a batch that the fit has accepted.
 
         Warns:
@@ -249,7 +252,7 @@ class FirstBatch:
         else:
             beside = self._fitted is not None and len(y) > len(self._fitted)
             is_alone = beside and self._fitted is not None and self._same(self._fitted, outputs)
-            self.witness = Witness.of(rows, outputs, self.call, self._written, is_alone=is_alone)
+            self.reference = ReferenceOutputs.of(rows, outputs, self.call, self._written, is_alone=is_alone)
 
     def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor | None] | None:
         """The first data and the outputs there, or None if they are random.
@@ -299,15 +302,12 @@ class FirstBatch:
 
         These are put back afterwards.
         """
-        generators, before = generators_of(model), Seen(model)
+        generators, before = generators_of(model), attributes_of(model)
         states = [generator.get_state() for generator in generators]
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
-        self._written = []
-        if not before.holds(modules_of(model)):
-            after = Seen(model)
-            if after.attributes != before.attributes:
-                self._written = changed_names(digests(before.attributes), digests(after.attributes))
+        after = attributes_of(model)
+        self._written = [] if after == before else changed_names(digests(before), digests(after))
         return output
 
 
@@ -333,8 +333,190 @@ _RANDOM = (
 )
 
 
-# Notices that a network was changed after `fit`, without a copy of it.
+# What modules hold besides parameters, buffers and submodules.
 
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""
+
+_NO_HOOKS = frozenset({"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"})
+"""Those of them that hold no hooks."""
+
+_COMPUTE_ALIKE = frozenset(
+    {"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"}
+)
+"""Where a network of transformers was loaded from, and ways of computing the same outputs."""
+
+_PASSED_OVER = _OWN | _COMPUTE_ALIKE
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_COMPARABLE = _PLAIN | {complex, bytes, torch.dtype, torch.device, torch.Size, slice, range}
+_SHARED = "modules of several names"
+_OTHER = object()
+
+_MOST, _DEPTH = 1024, 4
+"""Entries of a container that is looked into, and containers inside each other, for `attributes_of`."""
+
+_SETTINGS_DEPTH, _OBJECT = 6, 4
+"""Containers inside each other, for settings; objects are not looked into from the second depth on, nor are those that
+an object holds: a trainer holds all there is."""
+
+Attributes = dict[str, tuple[tuple[str, Any], ...]]
+"""Every module that has an attribute, with its value, by the attribute's name."""
+
+
+def attributes_of(model: nn.Module) -> Attributes:
+    """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules.
+
+    They are copies, the same in every process; further names of modules that have several are among them.
+    """
+    named = named_modules_of(model)
+    attributes: dict[str, list[tuple[str, Any]]] = {}
+    for place, module in named:
+        own = vars(module)
+        for name in filterfalse(_PASSED_OVER.__contains__, own):  # most names are passed over, in no loop of Python
+            value = _plain(own[name], _DEPTH)
+            if value is not _OTHER:
+                attributes.setdefault(name, []).append((place, value))
+    places = {id(module): place for place, module in named}
+    names = [
+        (f"{place}.{name}" if place else name, places.get(id(child)))
+        for place, module in named
+        for name, child in module._modules.items()
+    ]
+    if shared := [(name, first) for name, first in names if first not in (None, name)]:
+        attributes[_SHARED] = shared
+    return {name: tuple(values) for name, values in attributes.items()}
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """A copy that later writes do not reach, or `_OTHER`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind not in (list, tuple, dict, set) or len(value) > _MOST or depth == 0:
+        return _OTHER
+    if kind is tuple and len(value) > 1 and _PLAIN.issuperset(map(type, value)):
+        return (kind.__name__, *value)
+    parts = [_plain(part, depth - 1) for part in (value.items() if kind is dict else value)]
+    if any(part is _OTHER for part in parts):
+        return _OTHER
+    if len(parts) == 1 and kind in (list, tuple):  # packages write one adapter as its name, or as a list with it
+        return parts[0]
+    return (kind.__name__, *(sorted(parts, key=repr) if kind is set else parts))
+
+
+def digests(attributes: Attributes) -> dict[str, str]:
+    """A short hash per name of an attribute, the same in every process."""
+    return {
+        name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in attributes.items()
+    }
+
+
+def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: bool = False) -> list[str]:
+    """Names of attributes whose digests differ.
+
+    With `common` those are left out that only one side has: other versions of a package give modules other attributes.
+    """
+    names = before.keys() & now.keys() if common else before.keys() | now.keys()
+    return sorted(name for name in names if before.get(name) != now.get(name))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """All that decides a model's outputs besides the data, within one process.
+
+    Attributes:
+        versions: Identity and version of every parameter and buffer.
+        norms: Norms of those that are floating-point, per device, for writes that autograd does not count.
+        settings: Types and names of modules, plain values that their attributes hold, hooks too, identities of other
+            objects, and versions of tensors among them; None of a copy, whose objects are others.
+        held: Norms of these tensors.
+    """
+
+    versions: tuple[tuple[int, int], ...]
+    norms: tuple[Tensor, ...]
+    settings: tuple[Any, ...] | None
+    held: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, call: object = None) -> ModelState:
+        """That of a model now, and of the function that calls it."""
+        with model_lock(model):
+            modules = modules_of(model)
+            found = _Settings()
+            for module in modules:
+                children = [(name, id(child)) for name, child in module._modules.items()] if module._modules else ()
+                found.entries.append((type(module), *children))
+                for name, value in vars(module).items():
+                    if name not in _OWN or (value and name not in _NO_HOOKS):
+                        found.add(name, value, 0)
+            found.add("", call, 0)
+            tensors = _tensors(modules)
+            settings = (*found.entries, _versions(found.tensors))
+            return cls(_versions(tensors), _norms(tensors), settings, _norms(found.tensors))
+
+    def same_as(self, other: ModelState) -> bool:
+        """True if the settings are equal, and the tensors are the same and were not written to."""
+        if self.versions != other.versions or self.settings != other.settings:
+            return False
+        a, b = (*self.norms, *self.held), (*other.norms, *other.held)
+        return _comparable(a, b) and checks.is_true(_equal(a, b))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"settings": None, "held": ()}
+
+
+class _Settings:
+    """Values and tensors in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._seen: dict[int, object] = {}
+
+    def add(self, name: object, value: Any, depth: int) -> None:
+        """Adds a value, with what it holds; of what lies too deep, or is of a kind that tells nothing, its identity."""
+        kind = type(value)
+        if kind in _COMPARABLE:
+            self.entries.append((name, kind, value))
+            return
+        self.entries.append((name, kind, id(value)))
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        elif depth < _SETTINGS_DEPTH and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            for key, part in _parts(value):
+                self.add(key if type(key) in _COMPARABLE else id(key), part, depth + 1)
+            if depth < _OBJECT and not isinstance(value, (nn.Module, type, ModuleType, BuiltinFunctionType)):
+                for key, part in getattr(value, "__dict__", {}).items():
+                    self.add(key, part, max(depth + 1, _OBJECT))
+
+
+def _parts(value: Any) -> list[tuple[object, Any]]:
+    """Parts of a container or a function, with names."""
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= _MOST else []
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(enumerate(value)) if len(value) <= _MOST else []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, MethodType):
+        return [("self", value.__self__), ("func", value.__func__)]
+    if isinstance(value, FunctionType):
+        variables = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        return [("defaults", value.__defaults__), *enumerate(variables)]
+    return []
+
+
+def _is_set(cell: CellType) -> bool:
+    """True if a variable of the functions around a function has a value by now."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+# Whether the network is the one that was fitted, without a copy of it.
 
 _PERIOD = 4096
 """Tensors are seen as rows of this length; their entries are weighed by column and by row."""
@@ -348,108 +530,92 @@ _LEAST_SUMS = 2
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Versions and checksums of a model's tensors, and what else decides its outputs.
+    """Checksums of a model's tensors, and what else decides its outputs.
 
-    Versions and norms are compared first, at the cost of reading the weights once; only if one of them differs are
-    the checksums. The norms notice what autograd does not count: writes through `.data`, unless the same numbers only
-    change places in a tensor. The witness notices what is no tensor, an adapter that was switched, say: its outputs are
-    compared once, and again whenever plain attributes of modules have changed. Without a witness, of which copies and
-    states hold none, the attributes alone are compared.
+    Versions and norms of tensors are compared first, at the cost of reading the weights once; only if one of them
+    differs are the checksums. The norms notice what autograd does not count: writes through `.data`, unless the same
+    numbers only change places in a tensor. What is no tensor, an adapter that was switched, say, shows in outputs at
+    data of the fit, which are compared once, and again whenever plain attributes of modules have changed. Copies and
+    states hold no data: for them the attributes alone are compared.
 
     Attributes:
         places: Device and dtype of every tensor.
-        versions: Identity and version of every tensor; only good within one process.
-        norms: Norms of the floating-point tensors, per device.
+        state: All that is compared at every use, when it was last found as it should be; only good within one process.
         sums: Weighted sums of every tensor, float64, `[n, 3]`.
         attributes: Digests of the plain attributes at the fit, by name; without those that a forward pass writes, as a
-            counter of calls, where a witness told them.
-        witness: Some data of the fit with the outputs there, or None.
+            counter of calls, where a pass told them.
+        reference: Some data of the fit with the outputs there, or None.
         seen: Attributes at which all was well when it was last looked at; None before that.
     """
 
     places: tuple[tuple[torch.device, torch.dtype], ...]
-    versions: tuple[tuple[int, int], ...]
-    norms: tuple[Tensor, ...]
+    state: ModelState
     sums: Tensor
     attributes: Mapping[str, str]
-    witness: Witness | None = field(default=None, repr=False)
-    seen: Seen | None = field(default=None, repr=False)
+    reference: ReferenceOutputs | None = field(default=None, repr=False)
+    seen: Attributes | None = field(default=None, repr=False)
 
     @classmethod
     def of(
-        cls, model: nn.Module, witness: Witness | None = None, attributes: Mapping[str, str] | None = None
+        cls, model: nn.Module, reference: ReferenceOutputs | None = None, attributes: Mapping[str, str] | None = None
     ) -> Fingerprint:
-        """The fingerprint of a model's present tensors.
-
-        Args:
-            model: The network.
-            witness: Data of the fit, or None.
-            attributes: Digests at the fit, of a state; None for those of the present attributes.
-        """
+        """The fingerprint of a model's present tensors, with digests at the fit if they are known from a state."""
         with model_lock(model):
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
-            if witness is not None:
-                known = {name: digest for name, digest in known.items() if name not in witness.written}
-            tensors = _tensors(modules_of(model))
-            return cls(_places(tensors), _versions(tensors), _norms(tensors), checksums(model), known, witness)
+            if reference is not None:
+                known = {name: digest for name, digest in known.items() if name not in reference.written}
+            places = _places(_tensors(modules_of(model)))
+            return cls(places, ModelState.of(model), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
-        """This fingerprint, or an equal one with new versions.
+        """This fingerprint, or an equal one with the present state.
 
         Raises:
-            ModelChangedError: The tensors differ, or were moved, or the outputs of the witness differ.
+            ModelChangedError: The tensors differ, or were moved, or the outputs at data of the fit differ.
 
         Warns:
-            ModelChangedWarning: There is no witness, and attributes differ.
+            ModelChangedWarning: There are no such data, and attributes differ.
         """
         with model_lock(model):
-            modules = modules_of(model)
-            return self._same_tensors(model, modules)._same_outputs(model, modules)
+            now, then = ModelState.of(model), self.state
+            if now.versions == then.versions and _comparable(now.norms, then.norms):
+                checks.require(_equal(now.norms, then.norms), lambda: self._change(model))  # which may be read later
+                now = replace(now, norms=then.norms)
+            elif (error := self._change(model)) is not None:
+                raise error
+            if self.seen is not None and now.settings == then.settings:
+                return self if now.versions == then.versions else replace(self, state=now)
+            present = attributes_of(model)
+            if self.seen != present:
+                self._compare_outputs(model, present)
+            return replace(self, state=now, seen=present)
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
         """The fingerprint of the same model after it was moved."""
-        witness = None if self.witness is None else self.witness.moved(model, device, dtype)
-        return Fingerprint.of(model, witness, self.attributes)
+        reference = None if self.reference is None else self.reference.moved(model, device, dtype)
+        return Fingerprint.of(model, reference, self.attributes)
 
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled: no data."""
-        return vars(self) | {"witness": None}
+        return vars(self) | {"reference": None}
 
-    def _same_outputs(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
-        if self.seen is not None and self.seen.holds(modules):
-            return self
-        present = Seen(model)
-        if self.seen is not None and self.seen.attributes == present.attributes:
-            return replace(self, seen=present)
-        names = changed_names(self.attributes, digests(present.attributes), common=self.witness is None)
-        if self.witness is not None:
-            names = [name for name in names if name not in self.witness.written]
-        if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
+    def _compare_outputs(self, model: nn.Module, present: Attributes) -> None:
+        names = changed_names(self.attributes, digests(present), common=self.reference is None)
+        if self.reference is not None:
+            names = [name for name in names if name not in self.reference.written]
+        if self.reference is not None and not self.reference.agrees(model, changed=bool(names)):
             what = f"the attributes {names} of its modules did" if names else "a setting, a hook or the like did"
             raise ModelChangedError(
                 f"the network's outputs at data of the fit are not what they were, though no weight changed; {what} "
                 "(an adapter that was switched or disabled, say). Put that back, or call fit again."
             )
-        if self.witness is None and names:
+        if self.reference is None and names:
             warn(
                 f"the attributes {names} of the network's modules differ from those at fit; whether its outputs do "
                 "(after an adapter was switched, say) is not known, since the posterior has no data to compare them "
                 "at: after loading or copying it has none. Put them back, or call fit again.",
                 ModelChangedWarning,
             )
-        return replace(self, seen=present)
-
-    def _same_tensors(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
-        tensors = _tensors(modules)
-        versions = _versions(tensors)
-        norms = _norms(tensors)
-        if versions == self.versions and _comparable(norms, self.norms):
-            checks.require(_equal(norms, self.norms), lambda: self._change(model))
-            return self
-        error = self._change(model)
-        if error is not None:
-            raise error
-        return replace(self, versions=versions, norms=norms)
 
     def _change(self, model: nn.Module) -> ModelChangedError | None:
         """The error of tensors that were moved or have other numbers; None of equal ones."""
@@ -472,35 +638,6 @@ class Fingerprint:
                 "belong into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own layer."
             )
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """All that decides a model's outputs besides the data: versions of its tensors within a process, and its settings.
-
-    Attributes:
-        versions: Identity and version of every parameter and buffer, and of tensors that attributes hold.
-        norms: Norms of the floating-point tensors, per device, for what autograd does not count.
-        settings: Plain values that attributes of modules hold, hooks too, and identities of other objects.
-    """
-
-    versions: tuple[tuple[int, int], ...]
-    norms: tuple[Tensor, ...]
-    settings: tuple[Any, ...]
-
-    @classmethod
-    def by(cls, model: nn.Module, call: object = None) -> Held:
-        """That of a model now, and of the function that calls it."""
-        with model_lock(model):
-            settings, own = settings_of(model, call)
-            tensors = [*_tensors(modules_of(model)), *own]
-            return cls(_versions(tensors), _norms(tensors), settings)
-
-    def same_as(self, other: Held) -> bool:
-        """True if the settings are equal, and the tensors are the same and were not written to."""
-        if self.versions != other.versions or self.settings != other.settings:
-            return False
-        return _comparable(self.norms, other.norms) and checks.is_true(_equal(self.norms, other.norms))
 
 
 class ModelWatch:
@@ -531,14 +668,14 @@ class ModelWatch:
         Warns:
             ApproximationWarning: They do.
         """
-        witness = self.fingerprint.witness
-        if self._was_asked or witness is None or witness.is_alone or not checks.numbers_are_known():
+        reference = self.fingerprint.reference
+        if self._was_asked or reference is None or reference.is_alone or not checks.numbers_are_known():
             return
         tensors = batches.tensors(x)
         if not tensors or not tensors[0].ndim or (n_data := batches.size(x, "")) <= ROWS:
             return
         self._was_asked = True
-        if witness.couples(model, x, n_data):
+        if reference.couples(model, x, n_data):
             warn(
                 "the network's outputs at a datum depend on the data beside it, as where a layer standardises by the "
                 "mean and variance of its batch: la(x)[:2] is not la(x[:2]), and fits depend on the batches. In "

@@ -32,7 +32,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import Loss
 from laplace.network.model_guard import own_precision
 from laplace.network.spread import require_whole
-from laplace.network.watch import Fingerprint, ModelWatch, Witness
+from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
 from laplace.structures.base import Curvature, Precision, SignedOptions, move
 from laplace.structures.by_hand import ByHand
@@ -582,12 +582,12 @@ class Posterior:
         self,
         source: Fit | ManualFit,
         engine: CurvatureEngine | None,
-        witness: Witness | None = None,
+        reference: ReferenceOutputs | None = None,
         content: Content | None = None,
     ) -> Posterior:
         """The posterior of data, around the network's present weights."""
         mean = self.problem.mean().to(self.hypers.dtype)
-        watch = ModelWatch(Fingerprint.of(self.model, witness))
+        watch = ModelWatch(Fingerprint.of(self.model, reference))
         return replace(self, data=Fitted(source, mean, watch, content=content), root=None, cache=Cache(engine))
 
     def with_fit(self, fit: Fit) -> Posterior:

@@ -33,7 +33,7 @@ from laplace.errors import InvalidArgument, InvalidData, StateError
 from laplace.fitting.fit import compute_fit
 from laplace.fitting.options import FitOptions
 from laplace.network import next_token
-from laplace.network.misfits import called
+from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
 from laplace.state import checked_device
@@ -325,7 +325,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent(called(la.weights.model, la.snapshot().call, x))
+    f = batches.latent(call_with_context(la.weights.model, la.snapshot().call, x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)

@@ -43,7 +43,7 @@ from laplace.fitting.processes import without_padding
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
-from laplace.network.misfits import called
+from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
 from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
@@ -232,7 +232,9 @@ class OnlineLaplace(CheckedConstructor):
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs `[B, C]` of the network; inputs are moved to its device."""
-        return batches.latent(called(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device)))
+        return batches.latent(
+            call_with_context(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device))
+        )
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """Training objective of a batch, L(θ) above, 0-dim: its mean loss plus the penalty of the prior.
@@ -359,7 +361,7 @@ def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
     """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
     model, posterior = la.weights.model, la.snapshot()
     with preserve_model(model):
-        f = batches.latent(called(model, posterior.call, batches.to_device(x, la.prior_mean.device)))
+        f = batches.latent(call_with_context(model, posterior.call, batches.to_device(x, la.prior_mean.device)))
     rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
     return max(1, y.numel() // len(rows))
 

@@ -15,7 +15,7 @@ from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
 from laplace.network.spread import processes_of, require_whole
-from laplace.network.watch import FirstBatch
+from laplace.network.watch import DeterminismCheck
 from laplace.weights.problem import Caller, ParameterSlice, Problem
 
 
@@ -65,7 +65,7 @@ class Weights:
     def announce(self) -> None:
         """Tells the network as users see it which coordinates are random, where that was found out."""
 
-    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
+    def discover(self, x: Inputs, first: DeterminismCheck | None = None) -> Problem:
         """The problem, found from one batch of inputs where it is not known from the start.
 
         Args:

@@ -14,9 +14,9 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
-from laplace.network.misfits import called
+from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
-from laplace.network.watch import FirstBatch
+from laplace.network.watch import DeterminismCheck
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -70,7 +70,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
         finished.append(name)
 
     with _hooks(inner, note), torch.no_grad():
-        called(inner, forward_fn, x)
+        call_with_context(inner, forward_fn, x)
     last = _last_to_run(finished)
     if last is None:
         raise InvalidArgument(
@@ -115,7 +115,7 @@ def _has_run_inside(name: str, finished: list[str]) -> bool:
 
 
 def random_head(
-    model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None, first: FirstBatch | None = None
+    model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None, first: DeterminismCheck | None = None
 ) -> str:
     """Name of the layer that a last-layer posterior makes random.
 
@@ -131,7 +131,7 @@ def random_head(
     _warn_of_batch_statistics(model)
     rows = batches.tensors(x)
     n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
-    few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.early(x, n_data)
+    few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.reuse(x, n_data)
     seen = _last_and_heads(model, few, call)
     if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong
         try:

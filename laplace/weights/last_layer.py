@@ -16,7 +16,7 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.network.model_guard import hooks_fire, model_lock, unwrap
 from laplace.network.spread import is_spread, require_whole
-from laplace.network.watch import FirstBatch, checksums, same_sums
+from laplace.network.watch import DeterminismCheck, checksums, same_sums
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, random_head, require_linear
 from laplace.weights.problem import Caller, ParameterSlice, Problem, reduce_features
@@ -89,7 +89,7 @@ class LastLayer(Weights):
         slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in random.items())
         return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
 
-    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
+    def discover(self, x: Inputs, first: DeterminismCheck | None = None) -> Problem:
         if self.problem is not None:
             return self.problem
         require_whole(self.model, "the last layer would be found by passes of one process (give last_layer_name=)")

@@ -28,7 +28,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Invalid
 from laplace.likelihoods import Likelihood as LikelihoodObject
 from laplace.likelihoods import get_likelihood
 from laplace.network import next_token
-from laplace.network.misfits import called
+from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.last_layer import network_of
@@ -623,7 +623,7 @@ def _train_epoch(
             x, y = next_token.split(batch, dict_key_y, model, rules)
             empty = False
             optimizer.zero_grad()
-            f = batches.latent(called(model, None, batches.to_device(x, device)))
+            f = batches.latent(call_with_context(model, None, batches.to_device(x, device)))
             criterion(f, y.to(device)).backward()
             optimizer.step()
     if empty:

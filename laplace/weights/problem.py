@@ -19,7 +19,7 @@ from laplace.core.positions import ChannelsLast
 from laplace.core.processes import Processes
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
-from laplace.network.misfits import called
+from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.network.spread import processes_of, require_whole, whole
 
@@ -249,7 +249,7 @@ class Problem:
 
     def outputs(self, x: Inputs) -> Tensor:
         """Outputs of the module as it is, as of `run`."""
-        f = batches.latent(called(self.module, self.forward_fn, x))
+        f = batches.latent(call_with_context(self.module, self.forward_fn, x))
         if f.ndim < 2:
             raise InvalidData(_without_channels(f, x))
         return f
@@ -301,4 +301,4 @@ class Caller(nn.Module):
 
     def forward(self, x: Inputs) -> Tensor:
         """The output tensor, whatever the model returns it in."""
-        return batches.latent(called(self.module, self.forward_fn, x))
+        return batches.latent(call_with_context(self.module, self.forward_fn, x))

@@ -22,7 +22,7 @@ HOME = "core/precision_policy.py"
 TABLES = {
     "engines/native/proof.py": "how closely derivatives agree, by dtype",
     "refinement/linear_model.py": "how closely a minimum is found, by dtype",
-    "network/misfits.py": "the method that casts to a dtype, by dtype",
+    "network/input_errors.py": "the method that casts to a dtype, by dtype",
 }
 """Tables of dtypes, which name them all."""
 

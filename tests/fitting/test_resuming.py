@@ -138,8 +138,8 @@ def test_the_witness_of_a_resumed_fit_is_its_first_batch(tmp_path: Path) -> None
     la = Laplace(network(), "classification", "all", "kron")
     la.fit(data, resume=tmp_path / "fit")
     assert la.fingerprint is not None
-    assert la.fingerprint.witness is not None
-    assert torch.equal(la.fingerprint.witness.x, data[0][0][:ROWS])
+    assert la.fingerprint.reference is not None
+    assert torch.equal(la.fingerprint.reference.x, data[0][0][:ROWS])
 
 
 def test_batches_without_data_that_count(tmp_path: Path) -> None:

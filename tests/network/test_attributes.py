@@ -1,4 +1,4 @@
-"""Attributes of modules that are compared by what they are: `Seen.holds` is true of nothing that changed."""
+"""What modules hold besides tensors: nothing that changed is taken for the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.network.model_guard import modules_of, named_modules_of, preserve_model
-from laplace.network.watch import Seen, attributes_of
+from laplace.network.watch import ModelState, attributes_of
 
 
 class Layer(nn.Module):
@@ -57,10 +57,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_that_changed_is_taken_for_the_same(change: str) -> None:
     model = network()
-    seen = Seen(model)
-    assert seen.holds(modules_of(model))
+    state = ModelState.of(model)
+    assert ModelState.of(model).same_as(state)
     CHANGES[change](model)
-    assert not seen.holds(modules_of(model))
+    assert not ModelState.of(model).same_as(state)
+    assert ModelState.of(model).settings != state.settings
 
 
 UNCHANGED: dict[str, Callable[[Any], Any]] = {
@@ -76,28 +77,26 @@ UNCHANGED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", UNCHANGED)
 def test_what_makes_no_difference_leaves_the_attributes_equal(change: str) -> None:
     model = network()
-    seen = Seen(model)
+    attributes = attributes_of(model)
     UNCHANGED[change](model)
-    assert seen.attributes == attributes_of(model)
+    assert attributes == attributes_of(model)
 
 
 def test_attributes_are_those_of_then() -> None:
     model = network()
-    seen = Seen(model)
+    attributes = attributes_of(model)
     model[0].values.append(3)
     model[0].table["a"].append(3)
-    assert dict(seen.attributes["values"]) == {"0": ("list", 1, 2)}
-    assert dict(seen.attributes["table"]) == {"0": ("dict", ("tuple", "a", 1))}
-    assert "other" not in seen.attributes
+    assert dict(attributes["values"]) == {"0": ("list", 1, 2)}
+    assert dict(attributes["table"]) == {"0": ("dict", ("tuple", "a", 1))}
+    assert "other" not in attributes
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda seen: pickle.loads(pickle.dumps(seen))])
-def test_a_copy_has_the_attributes_and_no_module(copied: Callable[[Seen], Seen]) -> None:
-    model = network()
-    model[0].other = None
-    other = copied(Seen(model))
-    assert other.attributes == attributes_of(model)
-    assert not other.holds(modules_of(model))
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_a_state_is_that_of_another_network(copied: Callable[[ModelState], ModelState]) -> None:
+    state = ModelState.of(network())
+    assert copied(state).settings is None
+    assert not state.same_as(copied(state))
 
 
 def test_modules_are_those_of_pytorch_in_its_order() -> None:
@@ -120,5 +119,5 @@ def test_a_scripted_part_of_a_network_is_preserved_and_compared() -> None:
     la = Laplace(model, "regression", "last_layer", "diag", last_layer_name="1")
     la.fit([(x, x)])
     la(x)
-    assert Seen(model).holds(modules_of(model))
+    assert la.fingerprint is not None and la.fingerprint.state.same_as(ModelState.of(model))
     assert all(map(torch.equal, model.buffers(), buffers))

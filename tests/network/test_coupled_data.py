@@ -72,4 +72,4 @@ def test_others_are_silent(weights: Any, size: int) -> None:
         warnings.simplefilter("error")
         la(x)
         la(x[:1])
-    assert la.snapshot().data.watch.fingerprint.witness.is_alone == (size > 2)
+    assert la.snapshot().data.watch.fingerprint.reference.is_alone == (size > 2)

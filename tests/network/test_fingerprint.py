@@ -19,7 +19,7 @@ from laplace import FunctionalLaplace, Laplace, VaLLA, curvature, marglik_traini
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
 from laplace.network.watch import (
     ROWS,
-    FirstBatch,
+    DeterminismCheck,
     attributes_of,
     changed_names,
     checksums,
@@ -175,7 +175,7 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     la = grid.make("all", "diag", model=model)
     la.fit([(x, y)])
     assert model.config.passes == [20, ROWS]
-    kept = la.fingerprint.witness.x
+    kept = la.fingerprint.reference.x
     assert torch.equal(kept, x[:ROWS])
     assert kept.untyped_storage().nbytes() == ROWS * 3 * 4
     x.zero_()
@@ -188,7 +188,7 @@ def test_the_pass_that_finds_the_last_layer_is_that_of_the_witness() -> None:
     la.fit(grid.batches())
     assert la.last_layer_name == "body.3"
     assert model.config.passes == [ROWS, 5, 5, 2]
-    assert torch.equal(la.fingerprint.witness.x, X[:ROWS])
+    assert torch.equal(la.fingerprint.reference.x, X[:ROWS])
     model.config.passes.clear()
     la.fit(grid.batches())  # of a layer that is known
     assert model.config.passes == [5, ROWS, 5, 2]
@@ -205,7 +205,7 @@ def test_a_batch_of_which_the_first_data_are_ignored_has_a_pass_of_its_own() -> 
     la = Laplace(model, "classification", "last_layer", "diag")
     la.fit([(x, y)])
     assert model.config.passes == [ROWS, len(x) - 1, ROWS]
-    assert torch.equal(la.fingerprint.witness.x, x[1 : 1 + ROWS])
+    assert torch.equal(la.fingerprint.reference.x, x[1 : 1 + ROWS])
 
 
 def test_large_inputs_and_outputs_are_kept_in_part() -> None:
@@ -223,13 +223,13 @@ def test_large_inputs_and_outputs_are_kept_in_part() -> None:
             return (x[:, None] * self.scale).expand(-1, 300_000, 2) + float(self.active)
 
     la = Laplace(Wide(), "regression", "all", "diag")
-    first = FirstBatch(la.model, None)
-    first.look(torch.randn(8, 2), torch.zeros(8))
-    assert first.witness is not None
-    assert 2**19 < len(first.witness.outputs) <= 2**20
-    assert first.witness.agrees(la.model, changed=True)
+    first = DeterminismCheck(la.model, None)
+    first.run(torch.randn(8, 2), torch.zeros(8))
+    assert first.reference is not None
+    assert 2**19 < len(first.reference.outputs) <= 2**20
+    assert first.reference.agrees(la.model, changed=True)
     la.model.active = True
-    assert not first.witness.agrees(la.model, changed=True)
+    assert not first.reference.agrees(la.model, changed=True)
 
 
 def test_a_posterior_that_was_moved_still_notices() -> None:
@@ -276,8 +276,8 @@ def test_copies_hold_no_data_and_compare_attributes(way: str, read: bool) -> Non
         la(X)
     probabilities = la(X)
     other = COPIES[way](la)
-    assert la.fingerprint.witness is not None
-    assert other.fingerprint.witness is None
+    assert la.fingerprint.reference is not None
+    assert other.fingerprint.reference is None
     assert torch.equal(other(X), probabilities)
     other.model.active = None
     with pytest.warns(ModelChangedWarning, match=r"\['active'\].*after loading or copying") as caught:
@@ -454,7 +454,7 @@ def test_random_outputs_are_warned_of_once_per_fit(name: str) -> None:
         with pytest.warns(ApproximationWarning, match=RANDOM) as caught:
             la.fit(grid.batches(), **options)
         assert [w.filename for w in caught] == [__file__]
-    assert la.fingerprint.witness is None
+    assert la.fingerprint.reference is None
     la(X)
 
 
@@ -476,7 +476,7 @@ def test_rarely_random_outputs_are_warned_of() -> None:
         before = torch.get_rng_state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            FirstBatch(model, None).look(X[:4], torch.zeros(4))
+            DeterminismCheck(model, None).run(X[:4], torch.zeros(4))
         warned += any(w.category is ApproximationWarning for w in caught)
         assert torch.equal(before, torch.get_rng_state())
     assert warned >= 19
@@ -581,14 +581,14 @@ class Writing(nn.Module):
 def test_the_witness_of_a_network_of_whole_batches_is_one(network: type[nn.Module]) -> None:
     la = Laplace(network(), "classification", "all", "kron")
     la.fit([grid.data()])
-    assert len(la.fingerprint.witness.x) == len(X)
+    assert len(la.fingerprint.reference.x) == len(X)
     la(X)
 
 
 def test_a_network_that_writes_to_its_inputs() -> None:
     la = Laplace(Writing(), "classification", "last_layer", "kron", last_layer_name="net.3")
     la.fit(grid.batches())
-    assert la.fingerprint.witness is not None
+    assert la.fingerprint.reference is not None
     for _ in range(2):
         la(X.clone())
 
@@ -731,7 +731,7 @@ def test_networks_that_ask_whether_autograd_records(backend: str) -> None:
     options: Any = {} if backend == "native" else {"backend": getattr(curvature, backend)}
     la = Laplace(AsksAutograd(), "classification", "last_layer", "diag", **options)
     la.fit(grid.batches())
-    assert la.fingerprint.witness is not None
+    assert la.fingerprint.reference is not None
     for _ in range(2):
         la(X)
 

@@ -22,7 +22,7 @@ from laplace.engines.native.forward import Capture, Plan
 from laplace.engines.native.functions import FunctionCall
 from laplace.engines.native.proof import holds, make_plan
 from laplace.engines.native.rules import rule_for
-from laplace.network.watch import Held
+from laplace.network.watch import ModelState
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64
@@ -36,7 +36,7 @@ _B = -1
 
 
 class _Known:
-    def __init__(self, state: Held) -> None:
+    def __init__(self, state: ModelState) -> None:
         self.state = state  # Its tensors and settings then
         self.plans: dict[Hashable, Plan] = {}
 
@@ -74,7 +74,7 @@ def proven_plan(
 def _known(problem: Problem) -> _Known:
     """The proofs of a network, which are dropped if its weights, buffers or settings changed."""
     module = problem.module
-    now, proofs = Held.by(module, problem.forward_fn), _KNOWN.get(module)
+    now, proofs = ModelState.of(module, problem.forward_fn), _KNOWN.get(module)
     if proofs is None or not now.same_as(proofs.state):
         proofs = _KNOWN[module] = _Known(now)
     return proofs

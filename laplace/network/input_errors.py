@@ -1,16 +1,16 @@
-"""Reasons why a network cannot be run on inputs: the layer that refused them, what it was given, and what to do.
+"""Errors of a network that cannot be run on inputs: the layer that refused them, what it takes and what it was given.
 
-Nothing is looked at before a call has failed; then the traceback tells in which layer of PyTorch it did. Errors that a
-user's own code raises, and those that the inputs do not explain, pass as they are.
+Nothing is looked at before a call has failed. Then the traceback tells in which layer it did and by which operation;
+shapes, dtypes and devices tell why. Errors that a user's own code raises pass as they are.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,27 +25,16 @@ from laplace.network.model_guard import preserve_model
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
 
-_OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented for")
-_OF_SHAPES = re.compile(r"shape|size|dimension|channels|elements|\b[1-5]D\b")
-"""Words of PyTorch's layers about what they are given."""
-
-_OF_PARTS = re.compile(r"invalid data type 'str'|too many indices for tensor")
-"""What PyTorch says of a tensor that is indexed by a name, depending on the name's length."""
-
 _TARGETS = ("labels", "label", "y", "target", "targets")
 """Keys that are not likely to hold inputs."""
 
-_OF_OPERANDS = re.compile(r"shapes cannot be multiplied|size mismatch|must match the size|invalid for input of size")
-"""Words of its operations, which a user's code is not likely to use."""
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_CASTS = {torch.float16: "half()", torch.bfloat16: "bfloat16()", torch.float32: "float()", torch.float64: "double()"}
+_SIZE = "Give data of the size on which the network was trained, with the batch first."
 
 
-def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
-    """Output of a model on inputs.
-
-    Args:
-        model: The network.
-        forward_fn: How to call it; None for the default of `laplace.core.batch.call`.
-        x: Inputs.
+def call_with_context(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
+    """Output of a model on inputs; `forward_fn` is how to call it, None for `laplace.core.batch.call`.
 
     Raises:
         InvalidInputs: They do not fit the network; the cause is PyTorch's own error.
@@ -61,7 +50,7 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
                 f"forward_fn cannot be called with the model and the inputs ({error}); give forward_fn=lambda model, "
                 "x: model(x), for example."
             ) from error
-        reason = _misfit(error, model, x)
+        reason = _reason(error, model, x)
         if reason is None:
             raise
         raise InvalidInputs(reason) from error
@@ -69,16 +58,7 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
 
 @contextmanager
 def noticing_swap(model: nn.Module, forward_fn: ForwardFn | None, y: Tensor) -> Iterator[None]:
-    """A block that runs a model on inputs, in which targets given for inputs are noticed.
-
-    Args:
-        model: The network.
-        forward_fn: How to call it; None for the default.
-        y: The targets of these inputs.
-
-    Raises:
-        InvalidInputs: The block raised one; the message says if the network takes the targets instead.
-    """
+    """A block that runs a model on inputs, whose `InvalidInputs` says if the network takes the targets y instead."""
     try:
         yield
     except InvalidInputs as error:
@@ -96,62 +76,89 @@ def noticing_swap(model: nn.Module, forward_fn: ForwardFn | None, y: Tensor) -> 
         ) from error.__cause__
 
 
-def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
-    """The fault of the inputs, or None if nothing that is known of them explains the error."""
-    layer, given = _refusing(error)
-    if layer is None and isinstance(x, Tensor) and _OF_PARTS.search(str(error)):
+def _reason(error: Exception, model: nn.Module, x: Inputs) -> str | None:
+    """Words for inputs that explain an error; None for one that a user's own code raised, or that they do not."""
+    layer, given, last = _place(error)
+    theirs = last is not None and _module(last).startswith("torch.")
+    if last is None or (not theirs and _instruction(last).opname == "RAISE_VARARGS"):
+        return None
+    if layer is not None and not (theirs and type(layer).__module__.startswith("torch.")):
+        layer = None
+    called = _module(last) == "torch.nn.modules.module" and last.tb_frame.f_locals.get("self") is model
+    if isinstance(error, TypeError) and (called or (layer is not None and not isinstance(given, Tensor))):
+        return _of_call(error, model, x)
+    if layer is not None:
+        names = {id(module): name for name, module in model.named_modules()}
+        named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
+        extra = "" if list(layer.children()) else layer.extra_repr()
+        shown = f", was given {_shown(given)}" if isinstance(given, Tensor) else ""
+        words = _of_dtype(model, x, layer, given) or _of_layer(layer, given)
+        if words is None:
+            return None
+        refusing = f"its {named}, {type(layer).__name__}({extra}){shown}"
+        return f"the inputs, {describe(x)}, do not fit the network: {refusing}. {words}"
+    if isinstance(x, Tensor) and isinstance(error, (TypeError, IndexError)) and _is_lookup_by_name(last):
         return (
             f"the inputs, {describe(x)}, are a tensor, of which the network or forward_fn takes a part that it has not "
             f"({error}). Give inputs in the form of the training data, e.g. a mapping, la({{'x': x}})."
         )
-    if layer is None:
-        return _of_operation(error, model, x) or _of_call(error, model, x, layer)
-    if isinstance(error, TypeError) and not isinstance(given, Tensor):
-        return _of_call(error, model, x, layer)
-    words = _of_index(error, layer) or _of_dtype(error, model, x, layer, given) or _of_shape(error, layer, given)
-    if words is None:
+    if isinstance(error, TypeError):
         return None
-    names = {id(module): name for name, module in model.named_modules()}
-    named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
-    shown = f", was given {_shown(given)}" if isinstance(given, Tensor) else ""
-    extra = layer.extra_repr() if not list(layer.children()) else ""
-    return (
-        f"the inputs, {describe(x)}, do not fit the network: its {named}, {type(layer).__name__}({extra}){shown}. "
-        f"{words}"
-    )
+    words = _of_dtype(model, x, None, None) or f"{error}. {_SIZE}"
+    return f"the inputs, {describe(x)}, do not fit the network. {words}"
 
 
-def _refusing(error: Exception) -> tuple[nn.Module | None, Any]:
-    """The module of PyTorch in whose own forward pass the call failed, and its first argument; None for others."""
+def _place(error: Exception) -> tuple[nn.Module | None, Any, TracebackType | None]:
+    """The innermost module in whose `forward` a call failed, its first argument, and the last place in foreign code.
+
+    Without the last under a transformation (vmap, say), where operations fail that inputs do not explain.
+    """
     layer: nn.Module | None = None
     given: Any = None
-    where = ""
-    for frame, _ in walk_tb(error.__traceback__):
-        own, where = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
+    last: TracebackType | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        own = frame.f_locals.get("self")
         if isinstance(own, nn.Module) and frame.f_code.co_name == "forward":
             names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
             layer, given = own, frame.f_locals.get(names[0]) if names else None
-    theirs = layer is not None and type(layer).__module__.startswith("torch.") and where.startswith("torch.")
-    return (layer, given) if theirs else (None, None)
+        if _module(trace).startswith("torch._functorch"):
+            return layer, given, None
+        last, trace = last if _module(trace).partition(".")[0] == _LIBRARY else trace, trace.tb_next
+    return layer, given, last
 
 
-def _of_operation(error: Exception, model: nn.Module, x: Inputs) -> str | None:
-    """The fault where an operation outside of PyTorch's own layers failed."""
-    words = _of_dtype(error, model, x, None, None)
-    if words is None and _OF_OPERANDS.search(str(error)):
-        words = f"{error}. {_SIZE}"
-    return None if words is None else f"the inputs, {describe(x)}, do not fit the network. {words}"
+_LIBRARY = __name__.partition(".")[0]
 
 
-def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None, given: Any) -> str | None:
+def _module(trace: TracebackType) -> str:
+    return trace.tb_frame.f_globals.get("__name__", "")
+
+
+def _instruction(trace: TracebackType) -> dis.Instruction:
+    """What failed at a place: a call, an operation, or a `raise`."""
+    return next(each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset == trace.tb_lasti)
+
+
+def _is_lookup_by_name(trace: TracebackType) -> bool:
+    """True of `x["name"]`."""
+    before = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
+    last = before[-1]
+    is_lookup = last.opname == "BINARY_SUBSCR" or last.argrepr == "[]"  # of Python 3.14
+    return is_lookup and len(before) > 1 and isinstance(before[-2].argval, str) and "CONST" in before[-2].opname
+
+
+def _of_dtype(model: nn.Module, x: Inputs, layer: nn.Module | None, given: Any) -> str | None:
     """The fault of inputs whose dtype is not the network's; None where two layers of its own differ."""
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if own is None or not _OF_DTYPES.search(str(error)):
-        return None
     if isinstance(layer, _TABLES):
-        return "Indices are integers: give x.long()."
-    reached = {given.dtype} if isinstance(given, Tensor) else {tensor.dtype for tensor in batches.tensors(x)}
-    wrong = (reached & {tensor.dtype for tensor in batches.tensors(x)}) - {own}
+        is_float = isinstance(given, Tensor) and given.is_floating_point()
+        return "Indices are integers: give x.long()." if is_float else None
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if own is None:
+        return None
+    known = {tensor.dtype for tensor in batches.tensors(x)}
+    wrong = (known & {given.dtype} if isinstance(given, Tensor) else known) - {own}
     if layer is None and any(isinstance(module, _TABLES) for module in model.modules()):
         wrong = {dtype for dtype in wrong if dtype.is_floating_point}  # integers are words there
     if not wrong:
@@ -162,31 +169,20 @@ def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | 
     return f"The inputs are of dtype {dtypes}, the network of {own}: give x.{cast}{''.join(casts[:1])}."
 
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-_CASTS = {
-    torch.float16: "half()",
-    torch.bfloat16: "bfloat16()",
-    torch.float32: "float()",
-    torch.float64: "double()",
-}
-
-
-def _of_index(error: Exception, layer: nn.Module) -> str | None:
-    """The fault of an index that is out of the range of an embedding."""
-    if isinstance(error, IndexError) and isinstance(layer, _TABLES):
+def _of_layer(layer: nn.Module, given: Any) -> str | None:
+    """What a layer takes; None where it was given that, or numbers of another dtype or device by the layer before."""
+    if isinstance(layer, _TABLES):
         return f"It takes indices from 0 to {layer.num_embeddings - 1}: another vocabulary than the network's was used."
-    return None
-
-
-_SIZE = "Give data of the size on which the network was trained, with the batch first."
-
-
-def _of_shape(error: Exception, layer: nn.Module, given: Any) -> str | None:
-    """The shape that a layer takes, where PyTorch's error is about shapes."""
-    if not _OF_SHAPES.search(str(error)) or _OF_DTYPES.search(str(error)):
+    weight = next(layer.parameters(recurse=False), None)
+    if (
+        isinstance(given, Tensor)
+        and weight is not None
+        and (given.dtype, given.device) != (weight.dtype, weight.device)
+    ):
         return None
     if isinstance(layer, nn.Linear):
+        if isinstance(given, Tensor) and given.ndim and given.shape[-1] == layer.in_features:
+            return None
         return f"It takes [B, …, {layer.in_features}]. {_SIZE}"
     channels = getattr(layer, "in_channels", None)
     if channels is None or not isinstance(given, Tensor) or (given.ndim > 1 and given.shape[1] == channels):
@@ -197,11 +193,8 @@ def _of_shape(error: Exception, layer: nn.Module, given: Any) -> str | None:
     )
 
 
-def _of_call(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
+def _of_call(error: Exception, model: nn.Module, x: Inputs) -> str:
     """The fault of inputs whose parts are not what the network's `forward` takes."""
-    name = f"{getattr(model.forward, '__qualname__', 'forward')}()"
-    if not isinstance(error, TypeError) or (layer is None and name not in str(error)):
-        return None
     parameters = ", ".join(inspect.signature(model.forward).parameters)
     fault = f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward({parameters}) takes"
     entries = batches.entries(x)
