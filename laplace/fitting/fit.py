@@ -42,9 +42,9 @@ from laplace.fitting.resuming import Resumable
 from laplace.fitting.subsampling import Subsample
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
+from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context, noticing_swap
 from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
-from laplace.network.spread import require_whole
 from laplace.network.watch import DeterminismCheck, ReferenceOutputs
 from laplace.posterior.posterior import Choices, Posterior, match_lengths
 from laplace.posterior.user_hooks import HookedPass, number_of_data
@@ -58,7 +58,7 @@ from laplace.weights.problem import Problem
 def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit; errors and warnings: see `la.fit`."""
     posterior = posterior.before_new_data("fit")
-    options = options.within(posterior.weights.spread_over)
+    options = options.within(posterior.weights.fsdp_processes)
     checks.warn_of_dropped(loader)
     former = None if options.override else posterior.data
     processes.check_group(options.processes, posterior if former else None, sharded=options.sharded)
@@ -87,7 +87,7 @@ def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> 
             "backend_kwargs has stochastic=True: other targets would be drawn than in the fit, so that the difference "
             "would not be the curvature of the remaining data. Use the exact GGN, or fit the remaining data anew."
         )
-    options = options.within(posterior.weights.spread_over)
+    options = options.within(posterior.weights.fsdp_processes)
     processes.check_group(options.processes, posterior, sharded=False)
     removed = compute_fit(posterior, loader, options).fit
     if options.removed_weight is not None:
@@ -100,7 +100,7 @@ def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> 
 def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:
     """The posterior with what the first batch tells, and what a fit would take; errors: see `la.plan`."""
     choices, model = posterior.choices, posterior.model
-    require_whole(model, "timing takes passes that other processes do not make")
+    require_unsharded(model, "timing takes passes that other processes do not make")
     with autograd_mode(), torch.no_grad(), same_random_state(model):
         batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
         x, y = planning.first_counted(loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model)
@@ -137,7 +137,7 @@ class NewFit:
 def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> NewFit:
     """Curvature and loss of data at the network's present weights."""
     posterior = posterior.with_backend_loss()
-    fsdp = posterior.weights.spread_over
+    fsdp = posterior.weights.fsdp_processes
     options, model = options.within(fsdp), posterior.model
     looks = fsdp is None and options.removed_weight is None  # whether the network answers twice alike
     first = DeterminismCheck(model, posterior.weights.forward_fn) if looks else None
@@ -221,8 +221,8 @@ def _refuse_unsupported(posterior: Posterior, options: FitOptions) -> None:
     choices, hypers, structure = posterior.choices, posterior.hypers, posterior.choices.structure
     hooked = posterior.overrides(*FITTING)
     loop = "the loop of a user's _curv_closure" if options.subset is None else f"subset={options.subset}"
-    if posterior.weights.spread_over is None:
-        require_whole(posterior.model)  # that were spread only after the object was made
+    if posterior.weights.fsdp_processes is None:
+        require_unsharded(posterior.model)  # that were spread only after the object was made
     if options.processes is not None:
         posterior.require_stored_curvature("group=, of which each process has a shard,")
         if hooked or options.subset is not None:
@@ -330,7 +330,7 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     """
     if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
         return posterior
-    require_whole(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
+    require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
     with preserve_model(posterior.model), torch.no_grad():
         f = _of_one(lambda some: batches.latent(call_with_context(posterior.model, posterior.call, some)), detached(x))
     channel_dim = channel_of(f, y[: len(f)])

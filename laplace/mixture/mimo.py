@@ -18,8 +18,8 @@ from laplace.core.random_numbers import check_generator, uniform
 from laplace.enums import LikelihoodName
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods import Likelihood, get_likelihood
+from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, require_module, unwrap
-from laplace.network.spread import require_whole
 from laplace.weights.base import trainable
 from laplace.weights.discovery import find_last_layer, require_linear
 
@@ -76,7 +76,7 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
 
 def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, example: Tensor | None) -> str:
     """Name of the layer with the heads: as given, or found by a pass of an example."""
-    require_whole(model)
+    require_unsharded(model)
     inner = unwrap(require_module(model))
     if last_layer_name is not None:
         return require_linear(inner, last_layer_name)

@@ -23,6 +23,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
+from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
 from laplace.network.model_guard import (
     autograd_mode,
     generators_of,
@@ -33,7 +34,6 @@ from laplace.network.model_guard import (
     preserve_model,
     same_random_state,
 )
-from laplace.network.spread import held, held_parts, is_spread, rest_of, whole
 
 ROWS, _WHOLE = 2, 64
 """Data that are kept at most: of a network that takes parts of a batch, and of one that takes whole ones alone."""
@@ -428,7 +428,7 @@ class ModelState:
         versions: Identity and version of every parameter and buffer.
         norms: Norms of those that are floating-point, per device, for writes that autograd does not count.
         settings: Types and names of modules, plain values that their attributes hold, hooks too, identities of other
-            objects, and versions of tensors among them; None of a copy, whose objects are others.
+            objects, and versions of tensors among them; None of a copy, whose objects are others, and under FSDP2.
         held: Norms of these tensors.
     """
 
@@ -442,6 +442,10 @@ class ModelState:
         """That of a model now, and of the function that calls it."""
         with model_lock(model):
             modules = modules_of(model)
+            whole = _tensors(modules)
+            tensors = local_parts(whole)
+            if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
+                return cls(_versions(tensors), _norms(tensors), None)
             found = _Settings()
             for module in modules:
                 children = [(name, id(child)) for name, child in module._modules.items()] if module._modules else ()
@@ -450,7 +454,6 @@ class ModelState:
                     if name not in _OWN or (value and name not in _NO_HOOKS):
                         found.add(name, value, 0)
             found.add("", call, 0)
-            tensors = _tensors(modules)
             settings = (*found.entries, _versions(found.tensors))
             return cls(_versions(tensors), _norms(tensors), settings, _norms(found.tensors))
 
@@ -564,7 +567,7 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if reference is not None:
                 known = {name: digest for name, digest in known.items() if name not in reference.written}
-            places = _places(_tensors(modules_of(model)))
+            places = _places(local_parts(_tensors(modules_of(model))))
             return cls(places, ModelState.of(model), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
@@ -583,7 +586,7 @@ class Fingerprint:
                 now = replace(now, norms=then.norms)
             elif (error := self._change(model)) is not None:
                 raise error
-            if self.seen is not None and now.settings == then.settings:
+            if self.seen is not None and now.settings is not None and now.settings == then.settings:
                 return self if now.versions == then.versions else replace(self, state=now)
             present = attributes_of(model)
             if self.seen != present:
@@ -619,12 +622,12 @@ class Fingerprint:
 
     def _change(self, model: nn.Module) -> ModelChangedError | None:
         """The error of tensors that were moved or have other numbers; None of equal ones."""
-        if is_spread(model):  # sums of whole tensors are a collective call, and other processes may see no change
+        if has_sharded_weights(model):  # sums of all entries are collective, and other processes may see no change
             return ModelChangedError(
                 "the network's weights changed after fit, or were spread over processes after it (fully_shard): call "
                 "fit again."
             )
-        places = _places(_tensors(modules_of(model)))
+        places = _places(local_parts(_tensors(modules_of(model))))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
@@ -684,17 +687,12 @@ class ModelWatch:
             )
 
 
-def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:
+def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Parameters, then buffers, of modules, each once."""
-    rest_of(modules)
+    reshard(modules)
     parameters = [t for module in modules if module._parameters for t in module._parameters.values() if t is not None]
     buffers = [t for module in modules if len(module._buffers) for t in module._buffers.values() if t is not None]
     return [t for own in (parameters, buffers) for t in dict(zip(map(id, own), own, strict=True)).values()]
-
-
-def _tensors(modules: list[nn.Module]) -> list[Tensor]:
-    """The same; of those that are spread over processes the part that this one holds."""
-    return held_parts(_spread_tensors(modules))
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -739,9 +737,9 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
     rows: dict[int, Tensor] = {}
     ends: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     with torch.no_grad(), model_lock(model):
-        tensors = _spread_tensors(modules_of(model))
+        tensors = _tensors(modules_of(model))
         for n, tensor in enumerate(tensors):
-            flat = _flat(whole(tensor) if together else _unspread(tensor))
+            flat = _flat(full_tensor(tensor) if together else _unspread(tensor))
             full = max(0, flat.numel() - 1) // _PERIOD * _PERIOD  # the last row is never empty, unless the tensor is
             if full:
                 rows[n] = _row_sums(flat[:full].view(-1, _PERIOD))
@@ -757,7 +755,7 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
 
 def _unspread(tensor: Tensor) -> Tensor:
     """A tensor that is no part of one; of others nothing."""
-    return tensor if held(tensor) is tensor else held(tensor)[:0]
+    return tensor if local_part(tensor) is tensor else local_part(tensor)[:0]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, Not
 from laplace.evidence import Evidence
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import Loss
+from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import own_precision
-from laplace.network.spread import require_whole
 from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
 from laplace.structures.base import Curvature, Precision, SignedOptions, move
@@ -100,7 +100,7 @@ class Choices:
         """
         backend, structure = self.backend_cls, self.structure
         if structure.name not in _BY_LAYER or backend not in (NativeGGN, NativeEF):
-            require_whole(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
+            require_unsharded(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
         if structure.exact_ggn and backend.kind != "ggn":
             raise InvalidArgument(
                 f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the "

@@ -43,9 +43,9 @@ from laplace.fitting.processes import without_padding
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
+from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
-from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
 from laplace.structures.base import Curvature
@@ -179,7 +179,7 @@ class OnlineLaplace(CheckedConstructor):
                 "class_weight= in online training, whose N is a number of data; train with a weighted loss, and fit "
                 "with Categorical(class_weight=...) afterwards."
             )
-        self.model = require_whole(network_of(model), "training changes them")
+        self.model = require_unsharded(network_of(model), "training changes them")
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
         self.forward_fn = self.la.snapshot().call

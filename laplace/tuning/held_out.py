@@ -38,8 +38,8 @@ from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
+from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.network.spread import require_whole
 from laplace.posterior.posterior import Choices, Posterior
 from laplace.refinement.linear_model import minimise
 from laplace.weights.last_layer import LastLayer
@@ -420,7 +420,7 @@ def _require_of_fit(posterior: Posterior) -> None:
     data = posterior.require_fitted()
     posterior.check_unchanged()
     posterior.refuse_sharded("held-out data")
-    require_whole(posterior.model, "held-out data take fits of one process")
+    require_unsharded(posterior.model, "held-out data take fits of one process")
     refused = {
         "refine(...)": data.refinement is not None,
         "assigned parts (H, mean, posterior_scale)": (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.network.fsdp import fsdp_processes, require_unsharded
 from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
-from laplace.network.spread import processes_of, require_whole
 from laplace.network.watch import DeterminismCheck
 from laplace.weights.problem import Caller, ParameterSlice, Problem
 
@@ -32,19 +32,19 @@ class Weights:
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
-        takes_spread: Whether the network may be sharded over processes by FSDP2.
-        spread_over: Those processes; None of a whole network.
+        takes_fsdp: Whether the network may be sharded over processes by FSDP2.
+        fsdp_processes: Those processes; None of a whole network.
     """
 
     arguments: ClassVar[Mapping[str, str]] = {}
-    takes_spread: ClassVar[bool] = False
+    takes_fsdp: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         self._given = model
         self.model = unwrap(require_module(model))
-        self.spread_over = processes_of(self.model)  # refuses those that are sharded in other ways than by FSDP2
-        if not self.takes_spread:
-            require_whole(self.model, f"{type(self).__name__} runs a part of it on its own")
+        self.fsdp_processes = fsdp_processes(self.model)  # refuses those that are sharded in other ways than by FSDP2
+        if not self.takes_fsdp:
+            require_unsharded(self.model, f"{type(self).__name__} runs a part of it on its own")
         self.forward_fn = forward_fn
         self._problem: Problem | None = None
 
@@ -136,7 +136,7 @@ class AllWeights(Weights):
         InvalidArgument: No tensor does, or there is none.
     """
 
-    takes_spread = True
+    takes_fsdp = True
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)

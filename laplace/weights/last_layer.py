@@ -14,8 +14,8 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.positions import as_returned
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
+from laplace.network.fsdp import has_sharded_weights, require_unsharded
 from laplace.network.model_guard import hooks_fire, model_lock, unwrap
-from laplace.network.spread import is_spread, require_whole
 from laplace.network.watch import DeterminismCheck, checksums, same_sums
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, random_head, require_linear
@@ -43,7 +43,7 @@ class LastLayer(Weights):
         InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
     """
 
-    takes_spread = True
+    takes_fsdp = True
     arguments = {"last_layer_name": "name", "feature_reduction": "reduction"}  # noqa: RUF012
 
     def __init__(
@@ -92,7 +92,7 @@ class LastLayer(Weights):
     def discover(self, x: Inputs, first: DeterminismCheck | None = None) -> Problem:
         if self.problem is not None:
             return self.problem
-        require_whole(self.model, "the last layer would be found by passes of one process (give last_layer_name=)")
+        require_unsharded(self.model, "the last layer would be found by passes of one process (give last_layer_name=)")
         return self.named(random_head(self.model, x, self.forward_fn, first))
 
     def shown(self, *, enable_backprop: bool) -> nn.Module:
@@ -319,7 +319,7 @@ class HeadCopy(HeadView):
             plain = all(
                 isinstance(tensor, nn.Parameter) for tensor in originals.values()
             )  # and not a user's functional_call
-            if not graph or not alone or not plain or is_spread(layer):
+            if not graph or not alone or not plain or has_sharded_weights(layer):
                 return {}
             if self._copied is not None or self._copy is None or not _share_memory(self._copy, layer):
                 shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in layer.parameters()}

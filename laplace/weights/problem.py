@@ -19,9 +19,9 @@ from laplace.core.positions import ChannelsLast
 from laplace.core.processes import Processes
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
+from laplace.network.fsdp import fsdp_processes, full_tensor, require_unsharded
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import model_lock, named_modules_of
-from laplace.network.spread import processes_of, require_whole, whole
 
 Place = tuple[str, nn.Module, str]
 """Name of a parameter in the network, a module that holds it, and its key there."""
@@ -129,7 +129,7 @@ class Problem:
     @cached_property
     def processes(self) -> Processes | None:
         """Processes over which FSDP2 shards the module, which run it together; None of a whole one."""
-        return processes_of(self.module)
+        return fsdp_processes(self.module)
 
     @property
     def channel_dim(self) -> int:
@@ -157,7 +157,7 @@ class Problem:
 
     def mean(self) -> Tensor:
         """Present values of the random entries, `[P]`, detached; a collective call where the module is sharded."""
-        return torch.cat([slot.take(whole(self.tensor(slot.name).detach())) for slot in self.slots])
+        return torch.cat([slot.take(full_tensor(self.tensor(slot.name).detach())) for slot in self.slots])
 
     def places(self) -> list[Place]:
         """Every place of a parameter: its name, the module and the key there.
@@ -226,7 +226,7 @@ class Problem:
         Tensors have the names of `detached`. What it yields puts others there, of the same names or of some of them.
         """
         if tensors and self.processes is not None:
-            require_whole(self.module, "what is asked replaces weights, or differentiates by them twice")
+            require_unsharded(self.module, "what is asked replaces weights, or differentiates by them twice")
         at = self._places_by_name(tensors.keys(), places) if tensors else {}
         originals = [(table, key, table[key]) for name in tensors for table, key in at[name]]
 

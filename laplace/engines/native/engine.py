@@ -19,7 +19,7 @@ from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.positions import OutputChoice, target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
-from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, require_whole_of
+from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, require_unsharded_problem
 from laplace.engines.native.graph import Explained
 from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
 from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
@@ -110,7 +110,7 @@ class NativeEngine(CurvatureEngine):
         if batch.mixes:
             outputs *= batch.capture.n_positions
             self.check_passes(outputs, "a linearised prediction")
-            require_whole_of(self.problem)  # slices of positions are of every process's own
+            require_unsharded_problem(self.problem)  # slices of positions are of every process's own
         if batch.capture.processes is not None:
             return batch.n_data, batch.n_data, [batch]  # slices of the data, too
         parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))

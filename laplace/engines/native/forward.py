@@ -28,9 +28,9 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
+from laplace.network.fsdp import require_unsharded, reshard
 from laplace.network.model_guard import hooks_fire, preserve_model
 from laplace.network.recomputation import COMPUTED_AGAIN
-from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem, reduce_features
 
 # Recording: outputs with the calls of modules and functions that have random parameters.
@@ -182,7 +182,7 @@ def _recorded(
 ) -> Capture:
     """`record`; without `keeps` the network checkpoints its activations."""
     if create_graph:
-        require_whole_of(problem)
+        require_unsharded_problem(problem)
     calls: list[LayerCall] = []
     places = problem.places()
     modules = {module for module in {owner.module for owner in owners(problem, places)} if rule_for(module) is not None}
@@ -233,10 +233,10 @@ def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -
         yield
 
 
-def require_whole_of(problem: Problem) -> None:
+def require_unsharded_problem(problem: Problem) -> None:
     """Refuses second derivatives of a network that is sharded over processes."""
     if problem.processes is not None:
-        require_whole(problem.module, "derivatives of derivatives would outlive the pass that gathers them")
+        require_unsharded(problem.module, "derivatives of derivatives would outlive the pass that gathers them")
 
 
 @contextmanager
@@ -266,7 +266,7 @@ def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-        rest_of(problem.module.modules())
+        reshard(problem.module.modules())
     for slot in problem.slots:
         if slot.name not in parameters:
             raise UnsupportedError(

@@ -45,8 +45,8 @@ from laplace.engines.native.rules import BatchAxis, RoutedRows, rule_for
 from laplace.errors import ApproximationWarning, CurvatureError, InvalidData, warn
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import gradients_are
+from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import same_random_state
-from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem
 
 # The probe: the numbers that a rule must reproduce, and how closely.
@@ -248,7 +248,9 @@ def require_explained(problem: Problem) -> None:
     if problem.processes is not None:
         names = [problem.slots[owner.slot].name for owner in owners(problem) if rule_for(owner.module) is None]
         which = f"{names} are" if names else "some that a layer reads of another one are"
-        require_whole(problem.module, f"{which} explained by no layer's rule (freeze them by requires_grad_(False))")
+        require_unsharded(
+            problem.module, f"{which} explained by no layer's rule (freeze them by requires_grad_(False))"
+        )
 
 
 class _Role(NamedTuple):

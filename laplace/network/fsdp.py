@@ -36,12 +36,12 @@ def _spread_part(model: nn.Module) -> str | None:
     return next((name or type(part).__name__ for name, part in parts if _is_part(part)), None)
 
 
-def is_spread(model: nn.Module) -> bool:
+def has_sharded_weights(model: nn.Module) -> bool:
     """True if some weights of a network are spread over processes."""
     return _spread_part(model) is not None
 
 
-def require_whole(model: nn.Module, what: str = "") -> nn.Module:
+def require_unsharded(model: nn.Module, what: str = "") -> nn.Module:
     """The network, unless its weights are spread over processes (FSDP, FSDP2, tensor parallelism).
 
     Args:
@@ -70,7 +70,7 @@ def _refusal(name: str, what: str) -> UnsupportedError:
     )
 
 
-def processes_of(model: nn.Module) -> Processes | None:
+def fsdp_processes(model: nn.Module) -> Processes | None:
     """The processes that an FSDP2 network is spread over, which take every pass together; None of a whole network.
 
     Raises:
@@ -80,7 +80,7 @@ def processes_of(model: nn.Module) -> Processes | None:
     name = _spread_part(model)
     if name is None:
         return None
-    rest_of(model.modules())
+    reshard(model.modules())
     meshes = {parameter.device_mesh for parameter in model.parameters() if _is_part(parameter)}  # pyright: ignore[reportAttributeAccessIssue]
     sharded = [module for module in model.modules() if _is_sharded(module)]
     covered = {id(parameter) for module in sharded for parameter in module.parameters()}
@@ -98,7 +98,7 @@ def _is_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
-def rest_of(modules: Iterable[nn.Module]) -> None:
+def reshard(modules: Iterable[nn.Module]) -> None:
     """Frees the weights that FSDP2 left gathered after a pass, so that every process holds its own part alone."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
@@ -108,20 +108,20 @@ def rest_of(modules: Iterable[nn.Module]) -> None:
             resting.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, of which this process may hold a part: a collective call then."""
     spread: Any = tensor
     return spread.full_tensor() if _is_part(tensor) else tensor
 
 
-def held(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: all of it but for one that is spread."""
     spread: Any = tensor
     return spread._local_tensor if _is_part(tensor) else tensor
 
 
-def held_parts(tensors: list[Tensor]) -> list[Tensor]:
+def local_parts(tensors: list[Tensor]) -> list[Tensor]:
     """The same of many tensors."""
     if not any(map(_is_of_parts, set(map(type, tensors)))):
         return tensors
-    return [held(tensor) for tensor in tensors]
+    return [local_part(tensor) for tensor in tensors]
