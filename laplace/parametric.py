@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
     from laplace.compat.kron import Kron
     from laplace.core.batch import WeightFn
+    from laplace.predictive.acquisition import Acquired, AcquisitionScore
     from laplace.predictive.projected import KernelOf, Projected
     from laplace.refinement.conformal import Conformal, ConformalMethod
     from laplace.refinement.leave_one_out import LeaveOneOut
@@ -1025,6 +1026,50 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             generator,
             progress_bar=progress_bar,
         )
+
+    @checked
+    def acquire(
+        self,
+        pool: Any,
+        n: int,
+        score: AcquisitionScore = "bald",
+        *,
+        targets: Any = None,
+        n_samples: int = 500,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Acquired:
+        """Chooses n inputs of a pool to label next: a batch by joint information, so that no two tell the same.
+
+        `"bald"` is the information of a label on the weights (Houlsby et al., 2011), `"epig"` on the labels of other
+        inputs, `targets`, which leaves out what is only strange (Bickford Smith et al., 2023); both of the linearised
+        network, with covariances between inputs by samples of the weights. Afterwards `la.fit(new, override=False)` of
+        a network that was trained on.
+
+        Args:
+            pool: Inputs without labels: a tensor, tuple or mapping, or a loader, whose labels are not read.
+            n: Number of inputs to choose.
+            score: `"bald"` or `"epig"`.
+            targets: Of `"epig"`: inputs as those whose labels are to be predicted; None for the pool. The work is that
+                of pool × targets: a hundred are enough.
+            n_samples: Samples of the weights, at least 2.
+            generator: Random generator of these samples.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            `.indices` `[n]` in the pool, in the order of their choice, and `.gains` `[n]`, in nats.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: n is larger than the pool, another score, or targets of `"bald"`.
+            InvalidData: An empty pool.
+            UnsupportedError: Outputs with positions, or a sharded posterior.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        from laplace.predictive.acquisition import acquire
+
+        self._require_data()
+        return acquire(self.snapshot(), pool, n, score, targets, n_samples, generator, progress_bar=progress_bar)
 
     # Posteriors beside each other.
 

@@ -1,0 +1,154 @@
+"""Which inputs of a pool to label next: greedy batches by joint information gain, of linearised outputs.
+
+With F the outputs at S samples of the weights, centred and over √S, Λ = R Rᵀ the expected output Hessian over σ²T at
+the mean and A_x = Rᵀ F_x, a label at x tells of the weights, in nats,
+
+    BALD(x) = ½ log det(I + A_xᵀ A_x)          (MacKay, 1992; Houlsby et al., 2011),
+
+and of labels at other inputs z the mean of BALD(z) less what is left of it once x is labelled, EPIG(x) (Bickford Smith
+et al., 2023). A batch is chosen one by one: what is chosen counts as labelled, with a label that a Gaussian need not
+know, so that near copies are not chosen twice (Kirsch et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.arguments import check_counts
+from laplace.core.positions import require_none
+from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
+from laplace.core.random_numbers import check_generator
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.latent import jacobians
+from laplace.predictive.predict import is_loader
+
+AcquisitionScore = Literal["bald", "epig"]
+
+_AT_ONCE = 500
+"""Inputs of a tensor that are predicted at once."""
+
+_ENTRIES = 2**23
+"""Entries of covariances between inputs and targets that are held at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Acquired:
+    """Inputs to label next, in the order of their choice.
+
+    Attributes:
+        indices: Their numbers in the pool, `[n]`.
+        gains: Information gained by each, given those before it, `[n]`, in nats.
+    """
+
+    indices: Tensor
+    gains: Tensor
+
+
+def acquire(
+    posterior: Posterior, pool: Any, n: int, score: str, targets: Any, n_samples: int,
+    generator: torch.Generator | None, *, progress_bar: bool = False,
+) -> Acquired:  # fmt: skip
+    """Chooses n inputs of a pool; arguments are those of `la.acquire`."""
+    check_counts(n=n)
+    check_counts(2, n_samples=n_samples)
+    check_generator(generator)
+    if score not in ("bald", "epig"):
+        raise InvalidArgument(f"score={score!r}; accepted are 'bald' and 'epig'.")
+    if targets is not None and score == "bald":
+        raise InvalidArgument("targets= are inputs whose labels are to be predicted, which score='epig' takes.")
+    posterior.require_fitted()
+    posterior.refuse_sharded("acquire")
+    posterior.check_unchanged()
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        steps = posterior.sampler()(n_samples, generator) - posterior.mean
+        found = _whitened(posterior, pool, steps, "acquire, pool", progress_bar)
+        if n > found.shape[1]:
+            raise InvalidArgument(f"n={n}; the pool has {found.shape[1]} inputs.")
+        others = found if targets is None else _whitened(posterior, targets, steps, "acquire, targets", progress_bar)
+        chosen, gains = [], []
+        taken = torch.zeros(found.shape[1], dtype=torch.bool, device=found.device)
+        for _ in range(n):
+            scores = _information(found) if score == "bald" else _about(found, others)
+            scores = scores.masked_fill(taken, -torch.inf)
+            best = int(scores.argmax())
+            chosen.append(best)
+            gains.append(scores[best])
+            taken[best] = True
+            shrink = _shrinkage(found[:, best])
+            found = shrink(found)
+            others = found if targets is None else shrink(others)
+    return Acquired(torch.tensor(chosen, device=found.device), torch.stack(gains))
+
+
+def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progress_bar: bool) -> Tensor:
+    """A = Rᵀ F of all inputs, `[S, N, K]`, float64."""
+    likelihood, engine, hypers = posterior.likelihood, posterior.engine, posterior.hypers
+    scale = widened(likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature).detach()).sqrt()
+    parts = []
+    bar = DataBar(label, pool, shown=progress_bar)
+    for x in _inputs(pool):
+        for jacobian, f in jacobians(engine, x, None, create_graph=False):
+            require_none(jacobian.positions, "la.acquire", "Score inputs by la.predict(x).mutual_information")
+            step = posterior.refined_step
+            f = widened(f) if step is None else widened(f) + widened(jacobian.apply(step.unsqueeze(0))[0])
+            moved = widened(jacobian.apply(steps)) / len(steps) ** 0.5
+            root = scale.unsqueeze(-1) * likelihood.hessian(f).root()  # [K, B, C], or [C, 1] before it
+            parts.append(torch.einsum("sbc,kbc->sbk", moved, root))
+        bar.add(batches.size(x, ""))
+    bar.close()
+    if not parts:
+        raise InvalidData("the pool holds no inputs.")
+    return torch.cat(parts, 1)
+
+
+def _inputs(pool: Any) -> Iterator[Any]:
+    if is_loader(pool):
+        yield from (batches.inputs(batch) for batch in pool)
+        return
+    count = batches.size(pool, "")
+    for start in range(0, count, _AT_ONCE):
+        yield batches.select(pool, slice(start, start + _AT_ONCE), count)
+
+
+def _information(found: Tensor) -> Tensor:
+    """½ log det(I + A_xᵀ A_x), `[N]`."""
+    return 0.5 * torch.logdet(_identity_and(found))
+
+
+def _identity_and(found: Tensor) -> Tensor:
+    """I + A_xᵀ A_x, `[N, K, K]`."""
+    inner = torch.einsum("snk,snl->nkl", found, found)
+    return inner + torch.eye(found.shape[2], dtype=found.dtype, device=found.device)
+
+
+def _about(found: Tensor, targets: Tensor) -> Tensor:
+    """Mean information of each label on those of the targets, `[N]`."""
+    before = _identity_and(targets)
+    entropy = torch.logdet(before)
+    width = targets.shape[1] * targets.shape[2] * found.shape[2]
+    gains = []
+    for part in found.split(max(1, _ENTRIES // width), 1):
+        root = torch.linalg.cholesky(_identity_and(part))
+        cross = torch.einsum("smk,snl->nmlk", targets, part)  # [n, M, L, K]
+        seen = torch.linalg.solve_triangular(root.unsqueeze(1), cross, upper=False)
+        left = before - seen.mT @ seen
+        gains.append(0.5 * (entropy - torch.logdet(left)).mean(1))
+    return torch.cat(gains)
+
+
+def _shrinkage(labelled: Tensor) -> Any:
+    """What labels at an input leave of all others: (I + B Bᵀ)^(−½) A for its B `[S, K]`."""
+    values, vectors = torch.linalg.eigh(labelled.T @ labelled)
+    values = values.clamp(min=0)
+    safe = torch.where(values > 0, values, 1.0)
+    inner = (vectors * torch.where(values > 0, (1 - (1 + values).rsqrt()) / safe, 0.5)) @ vectors.T
+    return lambda found: found - torch.einsum("sk,kl,tl,tnj->snj", labelled, inner, labelled, found)
