@@ -113,19 +113,15 @@ class CurvlinopsEngine(PackageEngine):
             actual = self._products(batch, range(len(batch.tensors)), vector, {})
             expected = self.native.matmul(batch.watched.x, batch.y, vector.unsqueeze(0))[1][0].to(actual)
             agree = close(actual, expected, expected.norm())
-        else:
-            agree = self._transposes(batch, generator)
+        else:  # uᵀ(J v) = (Jᵀu)ᵀv for the cotangent u of the batch's probe and random v
+            vectors = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in batch.tensors]
+            with _differentiable_forward():
+                (forward,) = self._operator("JacobianLinearOperator", batch, batch.tensors) @ vectors
+            parts = torch.stack([(g * v).sum() for g, v in zip(batch.gradients, vectors, strict=True)])
+            bound = torch.stack([g.norm() * v.norm() for g, v in zip(batch.gradients, vectors, strict=True)]).norm()
+            agree = close((forward * batch.probe).sum(), parts.sum(), bound)
         if not agree:
             raise CurvatureError("forward-mode derivatives differ from those of the backward pass")
-
-    def _transposes(self, batch: CopiedBatch, generator: torch.Generator) -> bool:
-        """True if uᵀ(J v) = (Jᵀu)ᵀv for the cotangent u of the batch's probe and random v."""
-        vectors = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in batch.tensors]
-        with _differentiable_forward():
-            (forward,) = self._operator("JacobianLinearOperator", batch, batch.tensors) @ vectors
-        parts = torch.stack([(g * v).sum() for g, v in zip(batch.gradients, vectors, strict=True)])
-        bound = torch.stack([g.norm() * v.norm() for g, v in zip(batch.gradients, vectors, strict=True)]).norm()
-        return close((forward * batch.probe).sum(), parts.sum(), bound)
 
     def _operator(self, name: str, batch: CopiedBatch, tensors: Sequence[Tensor], **options: Any) -> Any:
         """An operator of curvlinops on one batch; its check of determinism would only compute everything twice."""

@@ -144,11 +144,10 @@ class UserBackendEngine(CurvatureEngine):
         options = ({} if method == "full" else self.call_options) | ({"N": n_data} if method == "kron" else {})
         with users_call(self.problem.module):
             loss, values = getattr(self.backend, method)(x, y, **options)
-        if method == "kron":
-            values = self._parts(values.kfacs, n_data)
-        else:
-            values = self._shaped(method, values, 2 if method == "full" else 1).unsqueeze(0)
         summary = summarised(self, x, y, loss, f"backend={self.name}")
+        if method == "kron":
+            return summary, self._parts(values.kfacs, n_data)
+        values = self._shaped(method, values, 2 if method == "full" else 1).unsqueeze(0)
         return summary, values.clone() if method == "diag" else values  # to which batches are added
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:

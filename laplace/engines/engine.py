@@ -360,11 +360,8 @@ def detached(x: Inputs) -> Any:
     """Inputs without a graph, and usable by autograd even if they were made under inference mode."""
     from laplace.core import batch as batches
 
-    def clean(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
-
     with kept_for_later():
-        return batches.transform(x, clean)
+        return batches.transform(x, lambda part: part.detach().clone() if part.is_inference() else part.detach())
 
 
 def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:

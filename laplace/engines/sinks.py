@@ -388,10 +388,18 @@ class KronSink(Sink):
         return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
 
     def _kronecker(self, slot: int, block: Block, product: FactoredBlock, first: int, seen: set[str]) -> None:
-        output = self._output_key(slot, product)
+        # A weight and its bias share the output side if both see the gradients of the layer's outputs.
+        shared = product.shares_outputs and self.problem.slots[slot].entries is None
+        output = f"out:{self.sources[slot].use}" if shared else f"own:{slot}"
         if output not in seen:
             seen.add(output)
-            self._put_output(output, product.output_rows(reduce=self.reduce), first)
+            g = product.output_rows(reduce=self.reduce)  # [k, ..., G, O]
+            if self.n_terms > 1:
+                self._put_terms(output, torch.stack([self._product(output, term) for term in g]), first)
+            else:
+                side = self._gram(output, g).unsqueeze(0)
+                known = self.factors.get(output)
+                self.factors[output] = side if known is None else added(known, side, self.dtype)
         if first == 0:
             weights = self.sources[slot].weights
             inputs = product.input_side(partial(self._gram, f"in:{slot}"), weights, reduce=self.reduce)
@@ -408,11 +416,6 @@ class KronSink(Sink):
             "kron", block.size, output, None if inputs is None else key, positions, input_first, block.product_index
         )
 
-    def _output_key(self, slot: int, product: FactoredBlock) -> str:
-        """Key of the output side: shared by weight and bias if both see the gradients of the layer's outputs."""
-        shared = product.shares_outputs and self.problem.slots[slot].entries is None
-        return f"out:{self.sources[slot].use}" if shared else f"own:{slot}"
-
     def _gram(self, key: str, rows: Tensor | Patches) -> Factor:
         """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]` or thin, or its product with this side's probe, `[G, n, w]`."""
         groups, width = rows.shape[-2:]
@@ -426,14 +429,6 @@ class KronSink(Sink):
             return gram_of(rows)
         rows = as_tensor(rows)
         return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
-
-    def _put_output(self, key: str, g: Tensor, first: int) -> None:
-        """Adds Σ g gᵀ of `[k, ..., G, O]` over data and positions, and over cotangents unless terms are kept apart."""
-        if self.n_terms > 1:
-            self._put_terms(key, torch.stack([self._product(key, term) for term in g]), first)
-            return
-        side = self._gram(key, g).unsqueeze(0)
-        self.factors[key] = added(self.factors[key], side, self.dtype) if key in self.factors else side
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:

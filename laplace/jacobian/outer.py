@@ -324,24 +324,19 @@ class OuterBlock(FactoredBlock):
     def input_side(
         self, gram: Callable[[Tensor | Patches], S], weights: Tensor | None = None, *, reduce: bool
     ) -> S | None:
-        a = self.a if weights is None else self._inputs_times(weights.sqrt())
+        a, counted = self.a, self.counted
+        if weights is not None:
+            roots = weights.sqrt()  # since rows enter by their squares
+            a = self.with_factors(lambda rows: rows * roots.to(rows).view(-1, *(1,) * (rows.ndim - 1)), self.g).a
         if a is None:
             return None
-        return gram(self._mean_inputs(as_tensor(a)) if reduce else a)
-
-    def _mean_inputs(self, a: Tensor) -> Tensor:
-        """Mean of inputs `[B, T, G, I]` over the positions that count, `[B, 1, G, I]`."""
-        if self.counted is None:
-            return a.mean(1, keepdim=True)
-        return a.sum(1, keepdim=True) / self.counted.sum(1).clamp(min=1).to(a).view(-1, 1, 1, 1)
-
-    def _inputs_times(self, factors: Tensor) -> Tensor | Patches | None:
-        """Inputs of every sample times a number, `[B]`."""
-
-        def scaled(inputs: Tensor) -> Tensor:
-            return inputs * factors.to(inputs).view(-1, *(1,) * (inputs.ndim - 1))
-
-        return self.with_factors(scaled, self.g).a
+        if reduce:
+            a = as_tensor(a)
+            if counted is None:
+                a = a.mean(1, keepdim=True)  # [B, 1, G, I]
+            else:
+                a = a.sum(1, keepdim=True) / counted.sum(1).clamp(min=1).to(a).view(-1, 1, 1, 1)
+        return gram(a)
 
     def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
         if self.counted is not None:

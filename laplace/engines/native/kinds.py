@@ -68,7 +68,7 @@ class PositionCotangents:
     kept apart, for their products vanish on average: K' = K.
     """
 
-    def __init__(self, columns: Tensor, n_data: int, *, separate: bool) -> None:
+    def __init__(self, columns: Tensor, n_data: int, separate: bool) -> None:
         # `[K, B·T, C]`; positions of which every entry is zero are left out
         self.columns = columns.unflatten(1, (n_data, -1))  # [K, B, T, C]
         self.separates_positions = separate and self.columns.shape[2] > 1
@@ -257,20 +257,16 @@ class OuterEngine(NativeEngine):
                     blocks if counted is None else {i: block.at(counted) for i, block in blocks.items()}, part.start
                 )
         if mixed:
-            self._add_mixed(batch, columns, step, [i for i in rest if i in mixed], sink)
+            cotangents = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, self.separates_positions)
+            self.check_passes(len(cotangents), "a fit")
+            some = [i for i in rest if i in mixed]
+            every = in_slices(len(cotangents), step, lambda part: batch.blocks(cotangents[part], some), COTANGENT)
+            for part, blocks in every:
+                sink.add(blocks, part.start)
 
     def _counted(self, batch: ForwardPass, targets: Observed) -> Tensor | None:
         """Rows that are not ignored, `[n]`; None for all."""
         return rows_that_count(targets.y, batch.positions, self.likelihood.ignore_index)
-
-    def _add_mixed(self, batch: ForwardPass, columns: Cotangents, step: int, only: list[int], sink: Sink) -> None:
-        """Adds the curvature of tensors that take separate cotangents for every position."""
-        cotangents = PositionCotangents(columns[:].to(batch.f.dtype), batch.n_data, separate=self.separates_positions)
-        self.check_passes(len(cotangents), "a fit")
-        for part, blocks in in_slices(
-            len(cotangents), step, lambda part: batch.blocks(cotangents[part], only), COTANGENT
-        ):
-            sink.add(blocks, part.start)
 
 
 class GGNEngine(OuterEngine):
@@ -340,7 +336,13 @@ class HessianEngine(NativeEngine):
         if isinstance(sink, ProductSink):
             return self._add_products(x, y, sink)
         if isinstance(sink, BlockSink):
-            return self._add_blocks(x, y, sink)
+            slices = self.problem.layout.slices
+            inside = [
+                torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in sink.groups
+            ]
+            parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
+            sink.put([0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts])
+            return parts[0][0]
         if not isinstance(sink, DiagSink):
             return super().accumulate(x, y, sink)
         if sink.bases is not None:
@@ -386,13 +388,6 @@ class HessianEngine(NativeEngine):
                 "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative. Use "
                 "backend=NativeGGN, which takes first derivatives only, or write that operation in other terms."
             )
-
-    def _add_blocks(self, x: Inputs, y: Tensor, sink: BlockSink) -> BatchSummary:
-        slices = self.problem.layout.slices
-        inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in sink.groups]
-        parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
-        sink.put([0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts])
-        return parts[0][0]
 
     def _rows(
         self, x: Inputs, y: Tensor, entries: Tensor, keep: Callable[[Tensor, Tensor], Tensor]

@@ -157,7 +157,7 @@ def attend(
     if added or dropped or a["query"].ndim != 3 or not any(id(a[name]) in parameters for name in _PROJECTIONS):
         return None
     n_heads = a["num_heads"]
-    q, k, v = (_split(part, n_heads) for part in _projected(linear, a))  # [N, H, L, E / H]
+    q, k, v = (part.unflatten(-1, (n_heads, -1)).transpose(1, 2) for part in _projected(linear, a))  # [N, H, L, E / H]
     causal = a["is_causal"] and a["key_padding_mask"] is None and not a["need_weights"]
     mask = _mask(None if causal else a["attn_mask"], a["key_padding_mask"], q, k)
     weights = None
@@ -186,10 +186,6 @@ def _projected(linear: Linear, a: dict[str, Any]) -> list[Tensor]:
     else:
         weights = a["in_proj_weight"].chunk(3)
     return [linear(*parts) for parts in zip(sources, weights, biases, strict=True)]
-
-
-def _split(projected: Tensor, n_heads: int) -> Tensor:
-    return projected.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
 def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
