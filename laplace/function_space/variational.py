@@ -40,8 +40,8 @@ from laplace.function_space.variational_training import (
 )
 from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.gp.dual import HOLDS_INPUTS, ObservingPass, uncounted
-from laplace.structures.gp.subset import DualScan, SubsetPrecision
+from laplace.structures.gp.dual import HOLDS_INPUTS, ObservingPass, ProjectedScan, uncounted
+from laplace.structures.gp.subset import SubsetPrecision
 from laplace.structures.precision import Precision
 
 
@@ -146,9 +146,9 @@ class VariationalCurvature(Curvature):
         one = torch.ones(1, dtype=wide_dtype(self.total.device), device=self.total.device)
         return VariationalPrecision((self.inducing,), one, prior, weights.dtype, self, weights)
 
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
         one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
-        return DualScan((self.inducing.unit,), one, 1.0, weights.dtype, True)
+        return ProjectedScan(lambda *asked: (self.inducing.unit.split(*asked),), one, 1.0, weights.dtype)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -71,7 +71,7 @@ class DataPass(ABC):
             InvalidData: There are none: no batch was read.
             UnsupportedError: The pass does not add up.
         """
-        raise self._no_sum()
+        return nested.form_of(self.sums())
 
     def make_room(self, form: Any) -> None:
         """Adds zeros for what the data of another shard need, all of them to a pass that has read no batch.
@@ -119,27 +119,6 @@ class DataPass(ABC):
             f"{type(self).__name__} chooses among the data that it reads, or is trained on them: what it finds in two "
             "shards does not add up. Leave group= at None, in one process that has all the data."
         )
-
-    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Puts sums in the place of the pass's own, as those of all shards in place of one's.
-
-        Args:
-            sums: By the names, and in the shapes, of `sums()`.
-
-        Raises:
-            InvalidData: They are of another pass, or the data of a shard needed other terms than those of the rest.
-        """
-        own = self.sums()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        given = {name: tuple(tensor.shape) for name, tensor in sums.items()}
-        if given != shapes:
-            differing = sorted(name for name in {*shapes, *given} if shapes.get(name) != given.get(name))
-            raise InvalidData(
-                f"the sums that were given and those of this pass differ in {differing}: the data of another shard "
-                "need other terms (a layer that only some data use). Give every process data that use all layers."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(sums[name])
 
 
 @dataclass(frozen=True)
@@ -412,16 +391,16 @@ class AdditiveCurvature(Curvature):
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return _SumPass(cls, engine)
+        return SumPass(cls, engine)
 
 
-class _SumPass(DataPass):
+class SumPass(DataPass, Generic[A]):
     """Adds up batches."""
 
-    def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:
+    def __init__(self, structure: type[A], engine: CurvatureEngine) -> None:
         self.structure = structure
         self.engine = engine
-        self.total: AdditiveCurvature | None = None
+        self.total: A | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         add = self.structure.from_batch if self.total is None else self.total.with_batch
@@ -454,10 +433,10 @@ class _SumPass(DataPass):
         self.total = None if total is None else nested.from_state(self.structure, total)
         return self
 
-    def finish(self) -> AdditiveCurvature:
+    def finish(self) -> Curvature | DataPass:
         return self._read().kept()
 
-    def _read(self) -> AdditiveCurvature:
+    def _read(self) -> A:
         if self.total is None:
             raise InvalidData("no batch was read.")
         return self.total

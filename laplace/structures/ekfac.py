@@ -32,6 +32,7 @@ from laplace.structures.base import (
     Curvature,
     DataPass,
     Separation,
+    SumPass,
     first,
     in_order,
     keeps_last,
@@ -67,9 +68,6 @@ class Correction(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         return those_known(corrected=self.corrected)
-
-    def form(self) -> Any:
-        return nested.form_of(self.sums())
 
     def make_room(self, form: Any) -> None:
         if self.corrected is None:
@@ -254,41 +252,22 @@ def _basis_of(values: Tensor, left: Tensor | None, right: Tensor | None, **rest:
     return BlockSpectrum(values=values, left=left_basis, right=right_basis, **rest)
 
 
-class _Factors(DataPass):
+class _Factors(SumPass[KronCurvature]):
     """The first reading: Kronecker factors."""
 
     def __init__(self, engine: CurvatureEngine) -> None:
-        self.engine = engine
-        self.inner = KronCurvature.first_pass(engine, None)
-
-    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        return self.inner.add(x, y)
-
-    def sums(self) -> dict[str, Tensor]:
-        return self.inner.sums()
-
-    def is_symmetric(self, tensor: Tensor) -> bool:
-        return self.inner.is_symmetric(tensor)
-
-    def form(self) -> Any:
-        return self.inner.form()
-
-    def make_room(self, form: Any) -> None:
-        self.inner.make_room(form)
+        super().__init__(KronCurvature, engine)
 
     def state(self) -> dict[str, Any]:
-        return {"factors": self.inner.state()}
+        return {"factors": super().state()}
 
     def resumed(self, state: Mapping[str, Any]) -> DataPass:
         if "factors" not in state:
             return _Correction.of_state(self.engine, state)
-        self.inner = self.inner.resumed(state["factors"])
-        return self
+        return super().resumed(state["factors"])
 
     def finish(self) -> DataPass:
-        kron = self.inner.finish()
-        if not isinstance(kron, KronCurvature):
-            raise InvalidData("no batch was read.")
+        kron = self._read().kept()
         return _Correction(self.engine, KronCurvature(kron.parts), eigenbases(kron))  # without its decomposition
 
 

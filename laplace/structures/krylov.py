@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
-from laplace.errors import ApproximationWarning, warn
 from laplace.structures import subspace
-from laplace.structures.low_rank import LowRankPrecision, Subspace
+from laplace.structures.low_rank import Subspace
 
 if TYPE_CHECKING:
     from laplace.structures.matrix_free import DataProducts
@@ -231,11 +229,6 @@ def sketch(products: DataProducts, rank: int, seed: int) -> Subspace:
         return Subspace(pairs.vectors[:count].clone(), torch.diag(pairs.values[:count]).unsqueeze(0))
 
 
-def low_rank(directions: Subspace, weights: Tensor, prior: GaussianPrior) -> LowRankPrecision:
-    """The precision of a sketch; several terms count by the mean of their weights."""
-    return LowRankPrecision(directions, weights.mean().view(1), prior)
-
-
 # Log determinants by stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017), preconditioned.
 #
 # With A = M^½ P M^½ close to the identity, log det P = −log det M + tr log A, and the trace is the mean of zᵀ log(A) z
@@ -330,28 +323,3 @@ class Tally:
     def report(self, tolerance: float, standard_error: float | None = None) -> SolveReport:
         """The report of the whole answer."""
         return SolveReport(self.question, self.n_right, self.n_products, self.residual, tolerance, standard_error)
-
-
-class SolveReports:
-    """The last report of every question: nothing of it decides an answer."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, SolveReport] = {}
-
-    def add(self, report: SolveReport) -> None:
-        """Takes note of an answer.
-
-        Warns:
-            ApproximationWarning: It did not converge.
-        """
-        self._last[report.question] = report
-        if not report.converged:
-            warn(
-                f"{report!r}: the tolerance is {report.tolerance:.2g}. Raise max_iterations, or the tolerance, in "
-                "structure_kwargs, give a larger prior precision, or a float64 model where rounding is in the way.",
-                ApproximationWarning,
-            )
-
-    def by_question(self) -> dict[str, SolveReport]:
-        """The last report of every question that was asked."""
-        return dict(self._last)

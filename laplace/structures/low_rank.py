@@ -578,9 +578,6 @@ class _Reading(DataPass):
     def sums(self) -> dict[str, Tensor]:
         return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
 
-    def form(self) -> Any:
-        return nested.form_of(self.sums())
-
     def state(self) -> dict[str, Any]:
         return {
             "basis": self.basis,

@@ -584,7 +584,7 @@ class LowRankKronCurvature(Curvature):
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return _Search(engine, options)
+        return _Reading(engine, options)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -707,23 +707,31 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
-class _Products(DataPass):
-    """A reading of the data: products of the factors with a probe, and the diagonal in the first one."""
+class _Reading(DataPass):
+    """Products of the factors with a probe.
+
+    A first reading takes random vectors, and sums the exact diagonal; a second one the ranges that these showed, in
+    which the eigenvectors are found.
+    """
 
     def __init__(
-        self, engine: CurvatureEngine, options: LowRankKronOptions, probe: Probe, diagonal: Tensor | None = None
+        self,
+        engine: CurvatureEngine,
+        options: LowRankKronOptions,
+        ranges: Ranges | None = None,
+        diagonal: Tensor | None = None,
     ) -> None:
-        self.engine = engine  # Computes the numbers of a batch
+        self.engine = engine
         self.chosen = options
-        self.probe = probe  # What the factors are multiplied with
-        self.sums_diagonal = diagonal is None
-        self.diagonal = diagonal  # Sum of the exact diagonal, or None if this reading is to find it
+        self.ranges = ranges  # None in the first reading
+        self.probe: Probe = ranges or Draws(options.width, options.seed, engine.problem.device)
+        self.diagonal = diagonal  # The exact diagonal, or its sum so far
         self.products: KronParts | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         sides, exact = KronSink(self.probe), DiagSink()
-        summary = self.engine.accumulate(x, y, PairOfSinks(sides, exact) if self.sums_diagonal else sides)
-        sketch = KronSketch(sides.result(), exact.values if self.sums_diagonal else None)
+        summary = self.engine.accumulate(x, y, PairOfSinks(sides, exact) if self.ranges is None else sides)
+        sketch = KronSketch(sides.result(), exact.values if self.ranges is None else None)
         require_finite(nested.is_finite(sketch))
         if sketch.diagonal is not None:
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
@@ -731,12 +739,11 @@ class _Products(DataPass):
         return summary
 
     def sums(self) -> dict[str, Tensor]:
-        products, diagonal = self.read()
-        return {**products.factors, **those_known(diagonal=diagonal if self.sums_diagonal else None)}
+        products, diagonal = self._read()
+        return {**products.factors, **those_known(diagonal=diagonal if self.ranges is None else None)}
 
     def form(self) -> Any:
-        products, diagonal = self.read()
-        return nested.form_of(nested.state_of(KronSketch(products, diagonal)))
+        return nested.form_of(nested.state_of(KronSketch(*self._read())))
 
     def make_room(self, form: Any) -> None:
         zeros = nested.from_state(KronSketch, nested.zeros_of(form, self.engine.problem.device))
@@ -744,63 +751,32 @@ class _Products(DataPass):
         if self.diagonal is None:
             self.diagonal = zeros.diagonal
 
-    def held(self) -> dict[str, Any]:
-        """The sums of the batches so far, for states."""
-        return {"products": nested.state_of(self.products), "diagonal": self.diagonal}
+    def state(self) -> dict[str, Any]:
+        held = {"products": nested.state_of(self.products), "diagonal": self.diagonal}
+        return held if self.ranges is None else {**held, "ranges": self.ranges.bases}
 
     def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        ranges = state.get("ranges")
         if "curvature" in state:
             return _Correction.of_state(self.engine, state)
-        later = self if ranges is None else _Refinement(self.engine, self.chosen, Ranges(ranges), state["diagonal"])
-        later.products, later.diagonal = nested.from_state(KronParts | None, state["products"]), state["diagonal"]
+        ranges = state.get("ranges")
+        later = _Reading(self.engine, self.chosen, None if ranges is None else Ranges(ranges), state["diagonal"])
+        later.products = nested.from_state(KronParts | None, state["products"])
         return later
 
-    def read(self) -> tuple[KronParts, Tensor]:
-        """Products and diagonal of all data."""
+    def _read(self) -> tuple[KronParts, Tensor]:
         if self.products is None or self.diagonal is None:
             raise InvalidData("no batch was read.")
         return self.products, self.diagonal
 
-
-class _Search(_Products):
-    """The first reading: the exact diagonal, and where the dominant eigenvectors are."""
-
-    def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
-        super().__init__(engine, options, Draws(options.width, options.seed, engine.problem.device))
-
-    def state(self) -> dict[str, Any]:
-        return self.held()
-
-    def finish(self) -> DataPass:
-        products, diagonal = self.read()
-        ranges = Ranges.of({key: product for key, product in products.factors.items() if product.ndim >= 3})
-        return _Refinement(self.engine, self.chosen, ranges, diagonal)
-
-
-class _Refinement(_Products):
-    """The second reading: eigenvectors within the ranges that were found."""
-
-    def __init__(
-        self, engine: CurvatureEngine, options: LowRankKronOptions, ranges: Ranges, diagonal: Tensor | None
-    ) -> None:
-        super().__init__(engine, options, ranges, diagonal)
-        self.ranges = ranges  # Where the eigenvectors are
-
-    def state(self) -> dict[str, Any]:
-        return {**self.held(), "ranges": self.ranges.bases}
-
     def finish(self) -> Curvature | DataPass:
-        products, diagonal = self.read()
-        sides: dict[str, Side] = {}
-        factors: dict[str, Tensor] = {}
-        for key, product in products.factors.items():
-            if product.ndim < 3:
-                factors[key] = product
-            else:
-                basis = self.probe(key, *product.shape[-3:-1])
-                sides[key] = Side.of(basis, product, self.chosen.held)
-        curvature = LowRankKronCurvature(diagonal, products.blocks, sides, factors, self.chosen.rank)
+        parts, diagonal = self._read()
+        products = {key: product for key, product in parts.factors.items() if product.ndim >= 3}
+        if self.ranges is None:
+            return _Reading(self.engine, self.chosen, Ranges.of(products), diagonal)
+        bases = {key: self.ranges(key, *product.shape[-3:-1]) for key, product in products.items()}
+        sides = {key: Side.of(bases[key], product, self.chosen.held) for key, product in products.items()}
+        factors = {key: product for key, product in parts.factors.items() if key not in products}
+        curvature = LowRankKronCurvature(diagonal, parts.blocks, sides, factors, self.chosen.rank)
         return _Correction(self.engine, curvature) if self.chosen.corrected else curvature
 
 

@@ -24,7 +24,7 @@ from laplace.core.nested import entries, from_state, is_finite, state_of
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.engines.profile import BatchProfile
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
@@ -32,8 +32,8 @@ from laplace.structures.base import Curvature, DataPass, Recent, require_finite,
 from laplace.structures.cost import Cost
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.kron import KronCurvature
-from laplace.structures.krylov import SolveReport, SolveReports, Tally, TraceLog, signs
-from laplace.structures.low_rank import Subspace
+from laplace.structures.krylov import SolveReport, Tally, TraceLog, signs
+from laplace.structures.low_rank import LowRankPrecision, Subspace
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # Gradients that have no graph of their own, because what they are of was solved for without one.
@@ -242,32 +242,23 @@ _PARTS = 4
 """Parts of a block that it passes through one after the other, so that what it makes on the way is a part, too."""
 
 
-@dataclass(frozen=True)
-class SolveOptions:
-    """Tolerances of iterative answers."""
-
-    tolerance: float  # Largest residual, relative to the right-hand side, in the norm of the preconditioner
-    max_iterations: int  # Products of the curvature with blocks of vectors, for every block
-    n_probes: int  # Probes of the log determinant
-    seed: int  # Of the probes, and of the sketch
-    rank: int  # Eigenpairs of the preconditioner's sketch
-
-
 @dataclass(frozen=True, eq=False)
 class System:
     """Products with the data of a fit, its preconditioners, and the matrix where it is made: of all its precisions."""
 
     products: DataProducts  # Products with J of all data
     factors: KronCurvature | None  # Kronecker factors for a preconditioner; None for a sketch
-    options: SolveOptions  # Tolerances
+    options: MatrixFreeOptions
     n_terms: int  # E
-    reports: SolveReports = field(default_factory=SolveReports)  # What the last answers say of themselves
+    reports: dict[str, SolveReport] = field(default_factory=dict)  # The last one of every question
 
     def preconditioner(self, weights: Tensor, prior: GaussianPrior) -> Precision:
         """A precision close to that of all data."""
         if self.factors is not None:
             return self.factors.precision(weights, prior)
-        return krylov.low_rank(self._sketch, weights, prior)
+        return LowRankPrecision(
+            self._sketch, weights.mean().view(1), prior
+        )  # several terms by the mean of their weights
 
     @cached_property
     def _sketch(self) -> Subspace:
@@ -339,7 +330,14 @@ class MatrixFreePrecision(Precision):
 
     def _told(self, tally: Tally, error: float | None = None) -> None:
         """Takes note of how an answer was found."""
-        self.system.reports.add(tally.report(self.system.options.tolerance, error))
+        report = tally.report(self.system.options.tolerance, error)
+        self.system.reports[report.question] = report
+        if not report.converged:
+            warn(
+                f"{report!r}: the tolerance is {report.tolerance:.2g}. Raise max_iterations, or the tolerance, in "
+                "structure_kwargs, give a larger prior precision, or a float64 model where rounding is in the way.",
+                ApproximationWarning,
+            )
 
     def _at_once(self, vectors_each: int = 1) -> int:
         """Right-hand sides, in groups of so many, that are solved together within the memory budget."""
@@ -604,11 +602,6 @@ class MatrixFreeOptions:
         if self.preconditioner not in ("lowrank", "kron"):
             raise InvalidArgument(f"preconditioner={self.preconditioner!r}; accepted are 'lowrank' and 'kron'.")
 
-    @property
-    def solving(self) -> SolveOptions:
-        """Those of the answers."""
-        return SolveOptions(self.tolerance, self.max_iterations, self.n_probes, self.seed, self.rank)
-
 
 @dataclass(frozen=True, eq=False)
 class MatrixFreeCurvature(Curvature):
@@ -640,7 +633,7 @@ class MatrixFreeCurvature(Curvature):
     @property
     def reports(self) -> dict[str, SolveReport]:
         """The last report of every question that was asked; empty where the matrix was formed."""
-        return {} if self._latest is None else self._latest.reports.by_question()
+        return {} if self._latest is None else dict(self._latest.reports)
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: MatrixFreeOptions) -> DataPass:
@@ -719,7 +712,7 @@ class MatrixFreeCurvature(Curvature):
 
     def _made(self, engine: CurvatureEngine) -> System:
         products = DataProducts(engine, self.data, self.chosen.kept_bytes)
-        return System(products, self.factors, self.chosen.solving, self.n_terms)
+        return System(products, self.factors, self.chosen, self.n_terms)
 
     @cached_property
     def _recent(self) -> Recent[System]:

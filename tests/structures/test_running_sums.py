@@ -28,7 +28,7 @@ def read(data_pass: DataPass, batches: Batches) -> None:
         data_pass.add(x, y)
 
 
-def fitted_in_shards(passes: list[DataPass], shards: list[Batches], *, in_place: bool) -> list[Curvature]:
+def fitted_in_shards(passes: list[DataPass], shards: list[Batches]) -> list[Curvature]:
     """The curvature that every process finds, of which each reads its own data and all share their sums."""
     found: list[Any] = list(passes)
     while isinstance(found[0], DataPass):
@@ -36,12 +36,9 @@ def fitted_in_shards(passes: list[DataPass], shards: list[Batches], *, in_place:
             read(data_pass, batches)
         shared = [data_pass.sums() for data_pass in found]
         totals = {name: sum(sums[name] for sums in shared[1:]) + shared[0][name] for name in shared[0]}
-        for data_pass, sums in zip(found, shared, strict=True):
-            if in_place:  # as an all-reduce does
-                for name, tensor in sums.items():
-                    tensor.copy_(totals[name])
-            else:
-                data_pass.load_sums(totals)
+        for sums in shared:
+            for name, tensor in sums.items():  # as an all-reduce does
+                tensor.copy_(totals[name])
         found = [data_pass.finish() for data_pass in found]
     return found
 
@@ -54,10 +51,9 @@ def dense(la: ParametricLaplace, curvature: Curvature) -> Tensor:
     return curvature.precision(weights, la.prior).to_dense() - torch.eye(la.problem.layout.n_params, dtype=one.dtype)
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "loaded"])
 @pytest.mark.parametrize("noise", ["one", "per output"])
 @pytest.mark.parametrize("structure", ADDING)
-def test_sums_of_shards_are_those_of_all_data(structure: str, noise: str, in_place: bool) -> None:
+def test_sums_of_shards_are_those_of_all_data(structure: str, noise: str) -> None:
     case = Case(catalogue.get("mlp_regression"), structure, "all")
     la = case.build(sigma_noise=torch.tensor([0.7, 1.3])) if noise == "per output" else case.build()
     batches = case.problem.batches(2)
@@ -65,7 +61,7 @@ def test_sums_of_shards_are_those_of_all_data(structure: str, noise: str, in_pla
     whole = own_dense(la)
     with torch.no_grad():
         passes = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
-        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=in_place):
+        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]]):
             assert type(curvature) is la.structure
             assert_close(dense(la, curvature), whole, "backend")
 
@@ -88,20 +84,12 @@ def test_sums_are_the_tensors_that_batches_are_added_to(structure: str) -> None:
             assert_close(tensor[upper], 2 * once[name][upper], "algebra", label=name)
 
 
-def test_sums_of_another_pass_are_refused() -> None:
+def test_sums_of_no_batch_are_refused() -> None:
     case = Case(catalogue.get("mlp_classification"), "kron", "all")
     la = case.fit()
     data_pass = la.structure.first_pass(la.engine, la.structure_options)
     with pytest.raises(InvalidData, match="no batch"):
         data_pass.sums()
-    with torch.no_grad():
-        read(data_pass, case.problem.batches(4))
-    sums = data_pass.sums()
-    missing, *_ = sums
-    with pytest.raises(InvalidData, match=missing):
-        data_pass.load_sums({name: tensor for name, tensor in sums.items() if name != missing})
-    with pytest.raises(InvalidData, match="another"):
-        data_pass.load_sums(sums | {"another": torch.zeros(1)})
 
 
 def test_what_chooses_among_the_data_is_no_sum() -> None:
@@ -126,13 +114,12 @@ def test_sums_in_the_span_of_given_directions() -> None:
         for first in firsts:
             read(first, batches)
         passes = [first.finish() for first in firsts]
-        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=True):  # pyright: ignore
+        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]]):  # pyright: ignore
             assert_close(curvature.public(), la.H, "backend")
 
 
 @pytest.mark.parametrize("structure", ["full", "block"])
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "loaded"])
-def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str, in_place: bool) -> None:
+def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str) -> None:
     """Of a network that is large enough for sums by pairs of layers, of which another shard's batches know nothing."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh()]
@@ -145,5 +132,5 @@ def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str,
     whole = own_dense(la)
     with torch.no_grad():
         passes = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
-        for curvature in fitted_in_shards(passes, [batches[:2], batches[2:]], in_place=in_place):
+        for curvature in fitted_in_shards(passes, [batches[:2], batches[2:]]):
             assert_close(dense(la, curvature), whole, "backend")

@@ -12,7 +12,7 @@ coordinates of J* in the space that the data span; outside of it the prior stays
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +29,7 @@ from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import linalg
 from laplace.structures.base import DataPass, require_finite
-from laplace.structures.precision import Form
+from laplace.structures.precision import Form, VariancesOverPriors
 
 # Data as an approximation in function space sees them: Jacobians with outputs and targets, and the loss on the way.
 
@@ -235,6 +235,28 @@ class Projected:
         if self.outside.ndim < self.inside.ndim:
             return self.outside / prior + self.inside.square() @ gain
         return self.outside / prior + (self.inside * gain) @ self.inside.mT
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedScan(VariancesOverPriors):
+    """Functional variances at many scalar priors: kernels and coordinates once."""
+
+    split: Callable[[Jacobian, Form], tuple[Projected, ...]]  # Of all outputs together, or of every output by itself
+    weight: Tensor  # W, 0-dim, in the units of what is split
+    factor: float  # What the prior precision is multiplied with
+    dtype: torch.dtype  # Of what is returned
+    together: bool = True  # Whether all outputs are one Gaussian process
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        parts = self.split(jacobian, "diagonal" if diagonal or not self.together else "full")
+        dtype = self.dtype if diagonal or not self.together else jacobian.summed_in(self.dtype)
+
+        def at(deltas: Tensor) -> Tensor:
+            each = [[part.at(self.weight, self.factor * delta) for part in parts] for delta in deltas]
+            variances = torch.stack([some[0] if self.together else torch.cat(some, 1) for some in each]).to(dtype)
+            return variances if diagonal or self.together else torch.diag_embed(variances)
+
+        return at
 
 
 def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:

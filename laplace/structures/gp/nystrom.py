@@ -26,10 +26,10 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.structures import linalg, subspace
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.gp.dual import ObservingPass, Projected, jacobians, pulled, uncounted
+from laplace.structures.gp.dual import ObservingPass, Projected, ProjectedScan, jacobians, pulled, uncounted
 from laplace.structures.gp.subset import Pool, make_score
 from laplace.structures.linalg import bilinear, power
-from laplace.structures.precision import Form, Precision, VariancesOverPriors
+from laplace.structures.precision import Form, Precision
 
 # Posterior precisions in the span of a few directions.
 
@@ -97,23 +97,6 @@ class NystromPrecision(Precision):
 
     def diagonal_of_inverse(self) -> Tensor:
         return subspace.quadratic_forms(self.directions, self._inside(-1)).to(self.directions.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class NystromScan(VariancesOverPriors):
-    """Functional variances at many scalar priors."""
-
-    directions: Tensor  # Vᵀ, `[k, P]`
-    vectors: Tensor  # Eigenvectors of Σ w G
-    values: Tensor  # Its eigenvalues
-
-    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        inside = features(self.directions, jacobian).permute(1, 2, 0) @ self.vectors
-        shape = inside.shape[:2] if diagonal else (*inside.shape[:2], inside.shape[1])
-        projected = Projected(inside, inside.new_zeros(shape), self.values)
-        one = inside.new_ones(())
-        dtype = self.directions.dtype if diagonal else jacobian.summed_in(self.directions.dtype)
-        return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -216,9 +199,15 @@ class NystromCurvature(Curvature):
             )
         return NystromPrecision(self.directions, self.gram, self.unit, weights, prior)
 
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> NystromScan:
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
         values, vectors = linalg.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
-        return NystromScan(self.directions, vectors, values)
+
+        def split(jacobian: Jacobian, form: Form) -> tuple[Projected, ...]:
+            inside = features(self.directions, jacobian).permute(1, 2, 0) @ vectors
+            shape = inside.shape[:2] if form == "diagonal" else (*inside.shape[:2], inside.shape[1])
+            return (Projected(inside, inside.new_zeros(shape), values),)
+
+        return ProjectedScan(split, values.new_ones(()), 1.0, self.directions.dtype)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:

@@ -34,6 +34,7 @@ from laplace.structures.gp.dual import (
     Dual,
     ObservingPass,
     Projected,
+    ProjectedScan,
     Span,
     each_output,
     observed,
@@ -42,7 +43,7 @@ from laplace.structures.gp.dual import (
     uncounted,
 )
 from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.precision import Form, Precision, VariancesOverPriors
+from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")
 """Names of the scores."""
@@ -374,34 +375,6 @@ class IndependentPrecision(DualPrecision):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class DualScan(VariancesOverPriors):
-    """Functional variances at many scalar priors: kernels and coordinates once."""
-
-    bases: tuple[Basis, ...]  # Of all outputs together, or of every output by itself
-    weight: Tensor  # W, 0-dim, in the units of the bases
-    factor: float  # What the prior precision is multiplied with
-    dtype: torch.dtype  # Of what is returned
-    together: bool  # Whether there is one basis, of all outputs
-
-    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        if self.together:
-            basis = self.bases[0]
-            projected = basis.split(jacobian, "diagonal" if diagonal else "full")
-            dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
-            return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
-        parts = [basis.split(one, "diagonal") for basis, one in zip(self.bases, each_output(jacobian), strict=True)]
-
-        def at(deltas: Tensor) -> Tensor:
-            variances = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])
-            return (variances if diagonal else torch.diag_embed(variances)).to(self.dtype)
-
-        return at
-
-    def _at(self, projected: Projected, delta: Tensor) -> Tensor:
-        return projected.at(self.weight, self.factor * delta)
-
-
 # Curvature of a subset of the data, kept as factored Jacobians (Immer et al., 2021, appendix A.2).
 
 
@@ -530,14 +503,20 @@ class SubsetCurvature(Curvature):
         kind = IndependentPrecision if self.independent else SubsetPrecision
         return kind(self.duals, weights, scaled, self.dual.roots.dtype)
 
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
-        dtype, together = self.dual.roots.dtype, not self.independent
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
+        dtype = self.dual.roots.dtype
         if weights.numel() == 1:
-            return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype, together)
-        one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
-        parts = weights.split(1) if self.independent else (weights,)
-        bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
-        return DualScan(bases, one, self.prior_factor, dtype, together)
+            weight, bases = weights[0], tuple(dual.unit for dual in self.duals)
+        else:
+            weight = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
+            parts = weights.split(1) if self.independent else (weights,)
+            bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
+
+        def split(jacobian: Jacobian, form: Form) -> tuple[Projected, ...]:
+            each = each_output(jacobian) if self.independent else (jacobian,)
+            return tuple(basis.split(part, form) for basis, part in zip(bases, each, strict=True))
+
+        return ProjectedScan(split, weight, self.prior_factor, dtype, not self.independent)
 
     def state(self) -> dict[str, Any]:
         return {
