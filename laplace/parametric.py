@@ -1345,7 +1345,7 @@ class SubnetworkAttributes(NamedPosterior):
 
     def _construct(self, given: Mapping[str, Any]) -> None:
         _refuse_asdl_kwargs(given)
-        if given["damping"] and self.structure.name != "kron":
+        if given["damping"] and not self.structure.takes_damping:
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
             )
@@ -1413,8 +1413,7 @@ class LowRankAttributes(NamedPosterior):
         Raises:
             NotFittedError: Before `fit`.
         """
-        curvature: Any = self.fitted().curvature
-        return curvature.residual if curvature.name == "lowrank" else 0.0
+        return self.fitted().curvature.residual
 
 
 class MatrixFreeAttributes(NamedPosterior):

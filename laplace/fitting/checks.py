@@ -119,7 +119,6 @@ class LossCheck:
 
 # Warnings of what a fit leaves out.
 
-_FACTORED = ("kron", "ekfac")
 _ACCEPTED = 0.01
 """Share of the weights that may be held by a diagonal without a word."""
 
@@ -131,7 +130,7 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
 
     Vectors that a rule explains (scales, shifts) do not count: a diagonal is their usual form.
     """
-    if fit.curvature.name not in _FACTORED:
+    if not fit.curvature.has_factors:
         return
     sizes: dict[str, int] = {}
     for slot, form in zip(problem.slots, fit.curvature.forms(), strict=True):

@@ -29,6 +29,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, P
 from laplace.fitting.checks import NO_DATA
 from laplace.network.watch import checksums, same_sums
 from laplace.posterior.posterior import Posterior
+from laplace.structures import STRUCTURES
 from laplace.structures.base import DataPass
 from laplace.structures.fit import Fit
 from laplace.structures.sharded import ShardedCurvature
@@ -397,10 +398,10 @@ def check_sharded(posterior: Posterior, *, override: bool, sharded: bool) -> Non
     """Refuses a fit whose curvature cannot be spread, or added to one that is."""
     structure = posterior.choices.structure
     if sharded and structure.separation is None:
+        others = ", ".join(repr(name) for name, other in STRUCTURES.items() if other.separation is not None)
         raise UnsupportedError(
             f"sharded=True with hessian_structure={structure.name!r}, whose precision couples all tensors, so that "
-            "processes cannot store them separately; use 'kron', 'ekfac', 'diag', 'block' or 'lowrank_kron', or leave "
-            "it out."
+            f"processes cannot store them separately; use one of {others}, or leave it out."
         )
     if sharded and posterior.overrides(*POSTERIOR, *EVIDENCE):
         raise UnsupportedError(

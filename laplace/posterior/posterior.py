@@ -25,7 +25,6 @@ from laplace.core.overrides import is_ours
 from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
-from laplace.enums import HessianStructure
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.likelihoods.base import Likelihood
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     from laplace.predictive.options import PredictiveNames
 
 # How a posterior is made.
-
-_BY_LAYER = (HessianStructure.KRON, HessianStructure.EKFAC, HessianStructure.DIAG)
-"""Structures whose sums take the inputs and output gradients of one layer at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +95,7 @@ class Choices:
                 output gradients.
         """
         backend, structure = self.backend_cls, self.structure
-        if structure.name not in _BY_LAYER or backend not in (NativeGGN, NativeEF):
+        if not structure.by_layer or backend not in (NativeGGN, NativeEF):
             require_unsharded(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
         if structure.exact_ggn and backend.kind != "ggn":
             raise InvalidArgument(

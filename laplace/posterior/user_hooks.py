@@ -38,7 +38,7 @@ from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, other_structure
-from laplace.structures.by_hand import AnyByHand
+from laplace.structures.by_hand import AnyByHand, TensorByHand
 from laplace.structures.fit import Fit
 from laplace.structures.precision import Form, Precision
 from laplace.structures.users_precision import FixedRootPrecision
@@ -211,13 +211,12 @@ def _users_fit(la: Any, plain: Posterior) -> Fit:
         fit = replace(fit, loss_terms=(torch.as_tensor(la.loss).to(terms) / terms.numel()).expand(terms.shape))
     fit = replace(fit, **{name: getattr(la, name) for name in ("n_data", "n_outputs") if is_overridden(la, name)})
     if is_overridden(la, "H"):
-        if structure.name not in ("full", "diag"):
+        if not isinstance(structure.by_hand, TensorByHand):
             raise UnsupportedError(
                 f"class {type(la).__name__} overrides H, which is no tensor for hessian_structure="
                 f"{structure.name!r}; override posterior_precision, or write a structure."
             )
-        n = plain.problem.layout.n_params
-        values = require_shape(la, "H", la.H, (n, n) if structure.name == "full" else (n,))
+        values = require_shape(la, "H", la.H, structure.by_hand.shape(plain.problem))
         values = values.to(plain.hypers.prior_mean.detach())
         fit = replace(fit, curvature=structure.from_state({"values": values.unsqueeze(0)}))
     return fit

@@ -26,8 +26,11 @@ from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
 from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
 
+A = TypeVar("A", bound="AdditiveCurvature")
 C = TypeVar("C", bound="Curvature")
+K = TypeVar("K")
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class DataPass(ABC):
@@ -149,6 +152,10 @@ class Curvature(ABC):
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
         holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
+        by_layer: Whether its sums take inputs and output gradients of one layer at a time, which hooks see also of a
+            network that is spread over processes.
+        has_factors: Whether tensors have Kronecker factors, and exact blocks or diagonals where there are none.
+        takes_damping: Whether its precision has the option `damping`.
     """
 
     name: str
@@ -169,6 +176,9 @@ class Curvature(ABC):
     is_wide: bool = False
     asks_network: bool = False
     holds_inputs: bool = False
+    by_layer: bool = False
+    has_factors: bool = False
+    takes_damping: bool = False
 
     # Before data are read.
 
@@ -272,6 +282,11 @@ class Curvature(ABC):
         return len(next(tensor for _, tensor in nested.named_tensors(self)))
 
     @property
+    def residual(self) -> float:
+        """‖H U − U Λ‖ / ‖Λ‖ of eigenpairs (U, Λ) that stand for H; 0 if they are exact."""
+        return 0.0
+
+    @property
     def share(self) -> float:
         """Share of the data seen that the likelihood of the evidence counts: less than 1 for a subset."""
         return 1.0
@@ -351,9 +366,6 @@ def require_finite(finite: Tensor | bool) -> None:
 
 
 # Curvature that is a sum over batches, in one reading of the data.
-
-
-A = TypeVar("A", bound="AdditiveCurvature")
 
 
 class AdditiveCurvature(Curvature):
@@ -443,10 +455,6 @@ class SumPass(DataPass, Generic[A]):
 
 
 # Ways to take apart a curvature without entries between tensors, and to put it together again.
-
-
-C = TypeVar("C")
-T = TypeVar("T")
 
 
 class Separation(ABC, Generic[C]):
@@ -544,9 +552,6 @@ def other_structure(mine: str, theirs: str) -> CurvatureError:
 
 
 # What takes long and depends on more than the curvature: ratios of weights, or what is done about negative eigenvalues.
-
-
-K = TypeVar("K")
 
 
 def keeps_last(method: Callable[[S, K], T]) -> Callable[[S, K], T]:

@@ -55,18 +55,19 @@ class TensorByHand(ByHand):
     def __init__(self, *, square: bool) -> None:
         self.square = square
 
-    def _shape(self, problem: Problem) -> tuple[int, ...]:
+    def shape(self, problem: Problem) -> tuple[int, ...]:
+        """Shape of H."""
         return (problem.layout.n_params,) * (2 if self.square else 1)
 
     def zeros(self, problem: Problem, like: Tensor) -> Tensor:
-        return like.new_zeros(self._shape(problem))
+        return like.new_zeros(self.shape(problem))
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Tensor]:
         summary, values = engine.full(x, y) if self.square else engine.diag(x, y)
         return summary, values.sum(0)
 
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        values = _tensor(H, self._shape(problem), like)
+        values = _tensor(H, self.shape(problem), like)
         if self.square:
             _require_symmetric(values, "H")
         _require_squares(values.diagonal() if self.square else values, options)

@@ -135,6 +135,7 @@ class DiagCurvature(AdditiveCurvature):
     separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True
+    by_layer = True
     is_variational = True
 
     @property

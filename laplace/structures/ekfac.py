@@ -127,6 +127,8 @@ class EkfacCurvature(Curvature):
     needs_columns = True
     n_passes = 2
     exact_prior = False
+    by_layer = True
+    has_factors = True
     separation = EkfacSeparation()
 
     @property

@@ -412,6 +412,9 @@ class KronCurvature(AdditiveCurvature):
     needs_columns = True
     is_variational = True
     exact_prior = False
+    by_layer = True
+    has_factors = True
+    takes_damping = True
 
     @property
     def n_terms(self) -> int:
