@@ -58,22 +58,14 @@ class LossCheck:
         return cls(likelihood, "ef" if engine.options.stochastic else engine.kind)
 
     def see(self, f: Tensor, y: Tensor) -> None:
-        """Looks at outputs `[B, C]` with their checked targets, until there was some curvature.
-
-        Raises:
-            UnsupportedError: The loss couples data.
-        """
+        """Looks at outputs `[B, C]` with their checked targets, until there was some curvature."""
         if self._last is None:
             self._require_sum(f[:_ALONE], y[:_ALONE])
         if not self._curved:
             self._last, self._curved = (f, y), self._is_curved(f, y)
 
     def require_curved(self) -> None:
-        """Refuses a loss without curvature, at the data and wherever else it was tried.
-
-        Raises:
-            CurvatureError: It has none.
-        """
+        """Refuses a loss without curvature, at the data and wherever else it was tried."""
         if self._curved or self._last is None:
             return
         f, y = self._last
@@ -152,11 +144,7 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
 
 
 def warn_of_dropped(loader: Iterable[Any]) -> None:
-    """Warns of a loader that leaves out the last data of a pass.
-
-    Warns:
-        DataWarning: It does.
-    """
+    """Warns of a loader that leaves out the last data of a pass."""
     sampler = getattr(loader, "batch_sampler", None)
     if not getattr(sampler, "drop_last", False):
         return
@@ -173,11 +161,7 @@ def warn_of_dropped(loader: Iterable[Any]) -> None:
 
 
 def warn_of_repeated(former: Content, new: Content) -> None:
-    """Warns of data that are added to a fit which holds them already.
-
-    Warns:
-        DataWarning: They are.
-    """
+    """Warns of data that are added to a fit which holds them already."""
     if former.holds(new):
         warn(
             "the data that are added by override=False were fitted before, and count twice now: the posterior is too "
@@ -187,11 +171,7 @@ def warn_of_repeated(former: Content, new: Content) -> None:
 
 
 def warn_of_shards() -> None:
-    """Warns in a process group of several ranks, over which fits are not summed.
-
-    Warns:
-        ApproximationWarning: There is such a group.
-    """
+    """Warns in a process group of several ranks, over which fits are not summed."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     ranks = distributed.get_world_size()

@@ -112,21 +112,14 @@ def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPla
 
 @dataclass(frozen=True, eq=False)
 class NewFit:
-    """Curvature and loss of data at the network's present weights.
+    """Curvature and loss of data at the network's present weights."""
 
-    Attributes:
-        posterior: The former posterior, with what only data tell: which layer runs last, where the channels are.
-        fit: Curvature and loss of the data alone.
-        engine: What computed them.
-        reference: Data of the first batch with the outputs there, or None.
-        content: Digest of the data.
-    """
-
+    # The former posterior, with what only data tell: which layer runs last, where the channels are
     posterior: Posterior
-    fit: Fit
+    fit: Fit  # Curvature and loss of the data alone
     engine: CurvatureEngine
-    reference: ReferenceOutputs | None
-    content: Content
+    reference: ReferenceOutputs | None  # Data of the first batch with the outputs there, or None
+    content: Content  # Digest of the data
 
     def after(self, fit: Fit, former: Content | None = None) -> Posterior:
         """The posterior of a fit that holds these data, and `former` ones, around the network's present weights."""
@@ -299,13 +292,7 @@ class _WithFirstBatch:
 def infer_from_first_batch(
     posterior: Posterior, x: Inputs, y: Tensor, first: DeterminismCheck | None = None
 ) -> Posterior:
-    """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
-
-    Raises:
-        InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
-            likelihood that takes one of the outputs.
-        UnsupportedError: Random weights of several dtypes: a curvature has one, as its prior has.
-    """
+    """The posterior with what only data tell: which layer runs last, and in which dimension the classes are."""
     posterior = infer_channels(posterior, x, y)
     problem = posterior.weights.discover(x, first)
     random = ((slot.name, problem.tensor(slot.name)) for slot in problem.slots)
@@ -323,11 +310,7 @@ def infer_from_first_batch(
 
 
 def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
-    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it.
-
-    Raises:
-        InvalidData: Labels that fit two readings of the outputs.
-    """
+    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it."""
     if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
         return posterior
     require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
@@ -376,21 +359,7 @@ def sum_data(
     first: DeterminismCheck | None = None,
     content: ContentReader | None = None,
 ) -> Fit:
-    """Reads the data as often as the structure needs, and sums their curvature and loss.
-
-    Args:
-        loader: Batches.
-        engine: Computes the numbers of a batch.
-        choices: The structure of the curvature, with its options, and the key of the targets.
-        options: How the data are read.
-        first: Looks at the first batch that counts.
-        content: Notes the content of the data in their first reading.
-
-    Raises:
-        OutOfMemory: Memory does not hold the fit.
-        InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading.
-        ProcessError: Another process failed, or its data do not fit to this one's.
-    """
+    """Reads the data as often as the structure needs, and sums their curvature and loss."""
     structure = choices.structure
     structure.check(engine.problem.layout, choices.structure_options)
     loss = checks.LossCheck.of(engine)

@@ -26,12 +26,7 @@ FirstPass = Callable[[CurvatureEngine], DataPass]
 
 @dataclass(frozen=True, eq=False)
 class FitOptions:
-    """How data are fitted: the arguments of `la.fit` besides the loader, checked when they are put together.
-
-    Attributes:
-        first_pass: Makes the first pass over the data; None for that of the structure.
-        removed_weight: The weight of data that are to be removed from the fit; None where data are added to it.
-    """
+    """How data are fitted: the arguments of `la.fit` besides the loader, checked when they are put together."""
 
     override: bool = True
     progress_bar: bool = False
@@ -45,7 +40,8 @@ class FitOptions:
     save_every: Any = None
     weight_fn: Any = None
     dict_key_weight: Any = None
-    first_pass: FirstPass | None = None
+    first_pass: FirstPass | None = None  # Makes the first pass over the data; None for that of the structure
+    # The weight of data that are to be removed from the fit; None where data are added to it
     removed_weight: float | None = None
 
     def __post_init__(self) -> None:
@@ -85,11 +81,7 @@ class FitOptions:
         return Resumable.of(self.resume, self.save_every, self.processes)
 
     def within(self, network: Processes | None) -> FitOptions:
-        """The same, with the group of a network that is spread over processes, if the given one is of the same ranks.
-
-        Raises:
-            InvalidArgument: It is not.
-        """
+        """The same with the group of a network that is sharded by FSDP2, which must be of the ranks that were given."""
         if network is None or (self.processes is not None and self.processes.group is network.group):
             return self
         return replace(self, group=network.joined(self.processes).group)

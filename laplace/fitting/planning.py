@@ -92,15 +92,7 @@ class FitPlan:
 def make_plan(
     profile: BatchProfile, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
 ) -> FitPlan:
-    """The plan of one choice, with the cheaper ones of all registered structures.
-
-    Args:
-        profile: What the first batch showed.
-        problem: The network and its random parameters.
-        structure: The structure chosen.
-        options: Its options.
-        n_batches: How many batches there are, or None if that is unknown.
-    """
+    """The plan of one choice, with the cheaper ones of all registered structures."""
     weights, profile = _choice(problem), replace(profile, n_batches=n_batches)
     chosen = _estimate(profile, weights, structure, structure.cost(profile, options))
     others = [(weights, profile)]
@@ -149,11 +141,7 @@ def _estimate(profile: BatchProfile, weights: str, structure: type[Curvature], c
 def first_counted(
     loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
-    """The data of the first batch that has any, without ignored ones.
-
-    Raises:
-        InvalidData: No such batch.
-    """
+    """The data of the first batch that has any, without ignored ones."""
     for batch in loader:
         data = next_token.counted(batch, dict_key_y, device, likelihood, model)
         if data is not None:
@@ -162,37 +150,22 @@ def first_counted(
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Number of batches of a loader, or None.
-
-    Raises:
-        InvalidArgument: A loader that can be read only once: the batch that a plan reads would be missing in the fit.
-    """
+    """Number of batches of a loader, or None."""
     batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
     return known_length(loader)
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Refuses a fit that would take more memory than there is.
-
-    Attributes:
-        problem: The network and its random parameters.
-        structure: The structure.
-        options: Its options.
-        n_batches: How many batches there are, or None if that is unknown.
-    """
+    """Refuses a fit that would take more memory than there is."""
 
     problem: Problem
     structure: type[Curvature]
     options: Any
-    n_batches: int | None = None
+    n_batches: int | None = None  # How many batches there are, or None if that is unknown
 
     def __call__(self, profile: BatchProfile) -> None:
-        """Looks at what a batch shows, whose forward pass is held by now.
-
-        Raises:
-            OutOfMemory: The fit takes more than there is.
-        """
+        """Looks at what a batch shows, whose forward pass is held by now."""
         lacking = self.lacking(profile)
         if lacking is not None:
             raise self.refusal(profile, lacking)
@@ -252,12 +225,7 @@ def _bytes(
 def _known_bytes(cost: Any, profile: BatchProfile, n_batches: int | None, options: Any, shown: str) -> int | None:
     """The same, asked once of fits of one form: of one network, and of batches of one size, there are many.
 
-    Args:
-        cost: The arguments of `_bytes`.
-        profile: Likewise.
-        n_batches: Likewise.
-        options: Likewise.
-        shown: The options as text, in which 1 and 1.0 differ: a number of columns, and a share of them.
+    `shown` are the options as text, in which 1 and 1.0 differ: a number of columns, and a share of them.
     """
     return _bytes(cost, profile, n_batches, options)
 

@@ -37,25 +37,16 @@ from laplace.structures.sharded import ShardedCurvature
 
 @dataclass(frozen=True, eq=False)
 class FitDescription:
-    """A fit that is about to be made, without its data, in values that other processes, and later ones, can compare.
+    """A fit that is about to be made, without its data, in values that other processes, and later ones, can compare."""
 
-    Attributes:
-        settings: Settings by name, as words.
-        names: Names of the network's parameters and buffers.
-        kinds: Their shapes and dtypes.
-        sums: Checksums of them, `[n, 3]`.
-        random: Name, shape and a digest of the random entries of every random tensor; none where they are unknown.
-        layer: Name of the last layer, where one is random.
-        channel_dim: Dimension of the channels, if it is known.
-    """
-
-    settings: Mapping[str, str]
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    sums: Tensor
+    settings: Mapping[str, str]  # Settings by name, as words
+    names: tuple[str, ...]  # Names of the network's parameters and buffers
+    kinds: tuple[str, ...]  # Their shapes and dtypes
+    sums: Tensor  # Checksums of them, `[n, 3]`
+    # Name, shape and a digest of the random entries of every random tensor; none where they are unknown
     random: tuple[str, ...]
-    layer: str | None
-    channel_dim: int | None
+    layer: str | None  # Name of the last layer, where one is random
+    channel_dim: int | None  # Dimension of the channels, if it is known
 
     @classmethod
     def of(cls, posterior: Posterior, settings: Mapping[str, Any]) -> FitDescription:
@@ -120,19 +111,12 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Begun:
-    """A reading of data that has begun.
+    """A reading of data that has begun."""
 
-    Attributes:
-        posterior: The former posterior, with what the first batch tells.
-        loader: Gives every batch, also the one that was read.
-        first: Inputs and targets of the first batch; None if there is none.
-        reading: Number of the reading; more than 1 in a fit that goes on where it was interrupted.
-    """
-
-    posterior: Posterior
-    loader: Iterable[Any]
-    first: tuple[Inputs, Tensor] | None
-    reading: int = 1
+    posterior: Posterior  # The former posterior, with what the first batch tells
+    loader: Iterable[Any]  # Gives every batch, also the one that was read
+    first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
+    reading: int = 1  # Number of the reading; more than 1 in a fit that goes on where it was interrupted
 
 
 @dataclass(frozen=True)

@@ -35,29 +35,17 @@ _KEYS = {"version", "account", "checkpoint"}
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A fit after some batches of one of its readings: all that another process needs to go on.
+    """A fit after some batches of one of its readings: all that another process needs to go on."""
 
-    Attributes:
-        reading: Number of the reading, from 1.
-        batches: Number of its batches that were read, those of ignored data alone among them.
-        digest: Of these batches.
-        order: States of the generators of the loader's order at the beginning of the reading.
-        data_pass: State of the pass over the data.
-        total: Sums of what the batches contribute besides curvature; None where no data counted.
-        first: The same of the whole first reading, after it.
-        coverage: Rules that have explained a tensor.
-        draws: States of the engine's generator, before a reading and now; None without one.
-    """
-
-    reading: int
-    batches: int
-    digest: str
-    order: tuple[Tensor, ...]
-    data_pass: dict[str, Any]
-    total: BatchSummary | None
-    first: BatchSummary | None
-    coverage: dict[str, str]
-    draws: tuple[Tensor, ...] | None
+    reading: int  # Number of the reading, from 1
+    batches: int  # Number of its batches that were read, those of ignored data alone among them
+    digest: str  # Of these batches
+    order: tuple[Tensor, ...]  # States of the generators of the loader's order at the beginning of the reading
+    data_pass: dict[str, Any]  # State of the pass over the data
+    total: BatchSummary | None  # Sums of what the batches contribute besides curvature; None where no data counted
+    first: BatchSummary | None  # The same of the whole first reading, after it
+    coverage: dict[str, str]  # Rules that have explained a tensor
+    draws: tuple[Tensor, ...] | None  # States of the engine's generator, before a reading and now; None without one
 
 
 def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:

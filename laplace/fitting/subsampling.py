@@ -30,16 +30,11 @@ class Subsample:
     The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
     block, diagonal). The loader is read once for the loss, by forward passes alone, and once for the curvature; the M
     data are held where a structure reads them several times.
-
-    Attributes:
-        loader: The M data.
-        summary: What all N data contribute besides curvature.
-        factor: N/M.
     """
 
-    loader: Iterable[Any]
-    summary: BatchSummary
-    factor: float
+    loader: Iterable[Any]  # The M data
+    summary: BatchSummary  # What all N data contribute besides curvature
+    factor: float  # N/M
 
     @classmethod
     def drawn(cls, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, options: FitOptions) -> Subsample:

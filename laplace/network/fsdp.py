@@ -42,15 +42,7 @@ def has_sharded_weights(model: nn.Module) -> bool:
 
 
 def require_unsharded(model: nn.Module, what: str = "") -> nn.Module:
-    """The network, unless its weights are spread over processes (FSDP, FSDP2, tensor parallelism).
-
-    Args:
-        model: The network.
-        what: What needs all of its weights, for the message.
-
-    Raises:
-        UnsupportedError: It is one.
-    """
+    """The network, unless its weights are spread over processes (FSDP, FSDP2, tensor parallelism)."""
     name = _spread_part(model)
     if name is not None:
         raise _refusal(name, what)
@@ -71,12 +63,7 @@ def _refusal(name: str, what: str) -> UnsupportedError:
 
 
 def fsdp_processes(model: nn.Module) -> Processes | None:
-    """The processes that an FSDP2 network is spread over, which take every pass together; None of a whole network.
-
-    Raises:
-        UnsupportedError: It is spread in another way: by FSDP's older wrapper, over several dimensions of a mesh, or by
-            tensor parallelism.
-    """
+    """The processes that an FSDP2 network is spread over, which take every pass together; None of a whole network."""
     name = _spread_part(model)
     if name is None:
         return None

@@ -34,11 +34,7 @@ _SIZE = "Give data of the size on which the network was trained, with the batch 
 
 
 def call_with_context(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
-    """Output of a model on inputs; `forward_fn` is how to call it, None for `laplace.core.batch.call`.
-
-    Raises:
-        InvalidInputs: They do not fit the network; the cause is PyTorch's own error.
-    """
+    """Output of a model on inputs; `forward_fn` is how to call it, None for `laplace.core.batch.call`."""
     try:
         return (forward_fn or batches.call)(model, x)
     except _FAILURES as error:

@@ -30,12 +30,7 @@ def model_lock(model: nn.Module) -> threading.RLock:
 
 
 def require_module(model: nn.Module) -> nn.Module:
-    """The model, if it is one, and its weights hold numbers.
-
-    Raises:
-        InvalidType: It is not a module, or one compiled to TorchScript.
-        InvalidArgument: Weights without numbers, or complex ones.
-    """
+    """The model, if it is one, and its weights hold numbers."""
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module; {type(model).__name__} was given.")
     if isinstance(model, torch.jit.RecursiveScriptModule):
@@ -355,12 +350,7 @@ def _refill(container: Any, content: Any) -> None:
 def hooks_fire(model: nn.Module, *, required: bool = False) -> Iterator[None]:
     """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation.
 
-    Args:
-        model: The network.
-        required: True if nothing else notices hooks that do not fire.
-
-    Raises:
-        UnsupportedError: That is required, and PyTorch before 2.6 cannot.
+    PyTorch before 2.6 cannot: an error if that is `required`, where nothing else notices hooks that do not fire.
     """
     set_stance: Callable[[str], Any] | None = None
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(model)):

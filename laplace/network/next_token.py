@@ -47,30 +47,17 @@ class TargetRules(Protocol):
 
 @dataclass(frozen=True)
 class TargetsAsGiven:
-    """Rules for targets that a user's own loss reads as they are.
+    """Rules for targets that a user's own loss reads as they are."""
 
-    Attributes:
-        ignore_index: Label that marks data which count nowhere, or None.
-    """
-
-    ignore_index: int | None
+    ignore_index: int | None  # Label that marks data which count nowhere, or None
     numeric_targets: bool = False
 
 
 def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | None = None) -> tuple[Inputs, Tensor]:
     """Inputs of a batch, and targets of the positions they are at.
 
-    Args:
-        batch: What a loader gives.
-        dict_key_y: Key of the targets, for mappings; only those under `"labels"`, by which the model takes its own,
-            are moved.
-        model: The network, whose own loss says whether they are.
-        rules: The likelihood, if there is one: it knows the label of the last position, which has no target, and if
-            targets are columns.
-
-    Raises:
-        InvalidData: A batch of another form.
-        MissingKey: A mapping without the targets' key.
+    Moved are labels of a mapping alone, under the key by which the model takes its own, if its loss says so. The
+    likelihood's rules know the label of the last position, which has no target, and if targets are columns.
     """
     batch = batches.unweighed(batch)
     x, y = batches.split(batch, dict_key_y)
@@ -86,12 +73,7 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
 def counted(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor] | None:
-    """Inputs and targets of a batch, without ignored ones, on a device; None if there are none.
-
-    Raises:
-        InvalidData: A batch of another form.
-        MissingKey: A mapping without the targets' key.
-    """
+    """Inputs and targets of a batch, without ignored ones, on a device; None if there are none."""
     data = weighed(batch, dict_key_y, device, rules, model)
     return None if data is None else data[:2]
 
@@ -102,10 +84,6 @@ def weighed(
     """Inputs and targets of a batch, without ignored ones, with their weights, `[B]`; None if there are none.
 
     A datum with the weight 0 is left out, whatever its numbers are. Weights are None if all weights are 1.
-
-    Raises:
-        InvalidData: A batch of another form, or weights that are none.
-        MissingKey: A mapping without the key of the targets, or of the weights.
     """
     x, y = split(batch, dict_key_y, model, rules)
     x, y = batches.to_device(x, device), y.to(device)

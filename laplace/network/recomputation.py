@@ -29,11 +29,7 @@ GRADIENTS_LATER = (
 
 @contextmanager
 def computable_again() -> Iterator[None]:
-    """A block of backward passes, through checkpoints that allow it.
-
-    Raises:
-        UnsupportedError: A reentrant checkpoint is on the way, or one whose part of the network is not as it was.
-    """
+    """A block of backward passes, through checkpoints that allow it."""
     try:
         yield
     except RuntimeError as error:

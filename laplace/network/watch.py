@@ -49,21 +49,13 @@ _PASSES = 32
 
 @dataclass(frozen=True, eq=False)
 class ReferenceOutputs:
-    """Inputs of at most two data, and the network's outputs; held in memory alone, never saved.
-
-    Attributes:
-        x: Inputs.
-        outputs: Outputs at them, flat; evenly spaced entries where there are more than a million.
-        call: How to call the network.
-        written: Names of plain attributes that a forward pass writes.
-        is_alone: True if the outputs at these data were the same beside others in the fit's batch.
-    """
+    """Inputs of at most two data, and the network's outputs; held in memory alone, never saved."""
 
     x: Inputs
-    outputs: Tensor
+    outputs: Tensor  # Outputs at them, flat; evenly spaced entries where there are more than a million
     call: ForwardFn
-    written: frozenset[str] = frozenset()
-    is_alone: bool = False
+    written: frozenset[str] = frozenset()  # Names of plain attributes that a forward pass writes
+    is_alone: bool = False  # True if the outputs at these data were the same beside others in the fit's batch
 
     @classmethod
     def of(
@@ -73,13 +65,7 @@ class ReferenceOutputs:
         return cls(x, _spaced(outputs), call, frozenset(written), is_alone)
 
     def couples(self, model: nn.Module, x: Inputs, n_data: int) -> bool:
-        """True if the outputs at data depend on those beside them: those of two are others with two more.
-
-        Args:
-            model: The network.
-            x: Inputs of B data.
-            n_data: B, at least three.
-        """
+        """True if the outputs at data depend on those beside them: those of two are others with one or two more."""
         try:
             device = next(iter(model.parameters())).device
             rows = batches.to_device(batches.select(x, slice(0, 2 * ROWS), n_data), device)
@@ -94,10 +80,8 @@ class ReferenceOutputs:
     def agrees(self, model: nn.Module, *, changed: bool) -> bool:
         """True if the network has its outputs of then; one that does not run on these data any more has not.
 
-        Args:
-            model: The network.
-            changed: Whether attributes of it have changed. Else single precision is compared to a percent alone, since
-                users may choose faster products between two calls (TF32, bfloat16).
+        If no attribute has `changed`, single precision is compared to a percent alone, since users may choose faster
+        products between two calls (TF32, bfloat16).
         """
         try:
             for with_gradients in (False, True):  # a network may ask which, and the fit's own pass has them
@@ -127,14 +111,7 @@ def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
 
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn, *, with_gradients: bool = False) -> Tensor:
-    """Outputs in evaluation mode, `[B, …]`; the network may write to its inputs.
-
-    Args:
-        model: The network.
-        x: Inputs.
-        call: How to call it.
-        with_gradients: Whether autograd records the pass, as it does those of a fit.
-    """
+    """Outputs in evaluation mode, `[B, …]`, by a pass that autograd records as it does those of a fit, or does not."""
     with autograd_mode(), torch.set_grad_enabled(with_gradients), preserve_model(model):
         return batches.latent(call(model, _copied(x))).detach()
 
@@ -143,13 +120,8 @@ def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = Fals
     """True if two outputs of a network differ by more than rounding.
 
     That is 1,000 times the precision of its numbers, and at most a tenth, relative to the largest output: kernels of
-    accelerators may add up in another order every time, and half precision has three digits at most.
-
-    Args:
-        a: Outputs.
-        b: Outputs at the same data.
-        model: The network.
-        other_kernels: Whether products may be of other precision than the numbers: in single precision a percent.
+    accelerators may add up in another order every time, and half precision has three digits at most. With
+    `other_kernels`, whose products may be of other precision than the numbers, it is a percent in single precision.
     """
     if a.shape != b.shape:
         return True
@@ -236,11 +208,7 @@ class DeterminismCheck:
         self._fitted = outputs.detach()[:ROWS].clone()
 
     def run(self, x: Inputs, y: Tensor) -> None:
-        """Looks at a batch that the fit has accepted.
-
-        Warns:
-            ApproximationWarning: The outputs are random.
-        """
+        """Looks at a batch that the fit has accepted."""
         seen = self._at(x, y, ROWS)
         if seen is None and ROWS < len(y) <= _WHOLE:  # the network takes whole batches only
             seen = self._at(x, y, _WHOLE)
@@ -313,11 +281,7 @@ class DeterminismCheck:
 
 @dataclass(frozen=True)
 class _Eagerly:
-    """Calls a network as fits and predictions do, compiled parts of it eagerly.
-
-    Attributes:
-        forward_fn: How to call it.
-    """
+    """Calls a network as fits and predictions do, compiled parts of it eagerly."""
 
     forward_fn: ForwardFn
 
@@ -422,20 +386,15 @@ def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """All that decides a model's outputs besides the data, within one process.
+    """All that decides a model's outputs besides the data, within one process."""
 
-    Attributes:
-        versions: Identity and version of every parameter and buffer.
-        norms: Norms of those that are floating-point, per device, for writes that autograd does not count.
-        settings: Types and names of modules, plain values that their attributes hold, hooks too, identities of other
-            objects, and versions of tensors among them; None of a copy, whose objects are others, and under FSDP2.
-        held: Norms of these tensors.
-    """
-
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, int], ...]  # Identity and version of every parameter and buffer
+    # Norms of those that are floating-point, per device, for writes that autograd does not count
     norms: tuple[Tensor, ...]
+    # Types and names of modules, plain values that their attributes hold, hooks too, identities of other objects, and
+    # versions of tensors among them; None of a copy, whose objects are others, and under FSDP2
     settings: tuple[Any, ...] | None
-    held: tuple[Tensor, ...] = ()
+    held: tuple[Tensor, ...] = ()  # Norms of these tensors
 
     @classmethod
     def of(cls, model: nn.Module, call: object = None) -> ModelState:
@@ -662,15 +621,7 @@ class ModelWatch:
         self.fingerprint = self.fingerprint.check(model)
 
     def warn_of_coupling(self, model: nn.Module, x: Inputs) -> None:
-        """Asks once, unless the fit has seen it, if predictions depend on the data beside them.
-
-        Args:
-            model: The network.
-            x: Inputs of a prediction.
-
-        Warns:
-            ApproximationWarning: They do.
-        """
+        """Asks once, unless the fit has seen it, if predictions depend on the data beside them."""
         reference = self.fingerprint.reference
         if self._was_asked or reference is None or reference.is_alone or not checks.numbers_are_known():
             return
@@ -729,10 +680,8 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
     """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row.
 
-    Args:
-        model: The network.
-        together: True if all processes that it is spread over call this, for the sums of whole tensors, one of which is
-            gathered at a time; else those of spread tensors are zero.
+    `together` if all processes that the network is sharded over call this: tensors are gathered one at a time for it.
+    Else sums of sharded tensors are zero.
     """
     rows: dict[int, Tensor] = {}
     ends: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
@@ -797,9 +746,8 @@ def _row_sums(rows: Tensor) -> Tensor:
 def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
     """Sums of n tensors that are seen as rows of `_PERIOD` entries, the last of them shorter, `[n, 3]`.
 
-    Args:
-        rows: Sums of the full rows of every tensor, `[2, m]`; None of one that has none.
-        ends: The last rows, of one device and dtype, which are summed together.
+    Of every tensor `rows` are the sums of its full rows, `[2, m]`, if it has any, and `ends` the last row; these are of
+    one device and dtype, and are summed together.
     """
     last = torch.cat(
         [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)], 1

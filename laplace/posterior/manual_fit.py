@@ -37,15 +37,7 @@ def restarted(posterior: Posterior, former: Fitted | None) -> Posterior:
 def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
     """The posterior with parts of its data as a user gives them; before a fit, the others are those of no data.
 
-    Args:
-        posterior: The present one.
-        **parts: `H` (or `H_facs`), `mean`, `loss`, `n_data` or `n_outputs`. H is taken as it is, and copied when it is
-            first used.
-
-    Raises:
-        NotFittedError: The last layer is not known.
-        InvalidArgument: A value that is not accepted; the message names it.
-        UnsupportedError: A structure without a form to assign, one noise per output, or a refined posterior.
+    H is taken as it is, and copied when it is first used.
     """
     posterior = posterior.before_new_data(f"assigning {', '.join(parts)}")
     former = posterior if posterior.data is not None else without_data(posterior)
@@ -71,12 +63,7 @@ def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[T
 
 
 def with_root(posterior: Posterior, root: Any) -> Posterior:
-    """The posterior with P⁻¹ = L Lᵀ as a user gives L, until other hyper-parameters or data are given.
-
-    Args:
-        posterior: Fitted, and not calibrated.
-        root: L, `[P, P]`, or standard deviations `[P]`.
-    """
+    """The posterior with P⁻¹ = L Lᵀ as a user gives L, `[P, P]` or `[P]`, until hyper-parameters or data change."""
     posterior.require_fitted()
     posterior.refuse_calibrated("assigning posterior_scale")
     n_params = posterior.problem.layout.n_params

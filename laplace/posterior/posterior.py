@@ -50,27 +50,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Everything that was chosen when a posterior was made, besides the weights and the hyper-parameters.
+    """Everything that was chosen when a posterior was made, besides the weights and the hyper-parameters."""
 
-    Attributes:
-        likelihood: p(y | f), as it was given.
-        likelihood_object: The same as an object.
-        structure: Structure of the curvature.
-        structure_options: Its options.
-        precision_options: Options of its precisions.
-        backend_cls: Class of the curvature backend.
-        backend_kwargs: Options of its constructor.
-        asdl_fisher_kwargs: Options of the ASDL backends.
-        forward_fn: How the user calls the network; None for `model(x)`.
-        dict_key_x: Key of the inputs, for mappings.
-        dict_key_y: Key of the targets, for mappings.
-        channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
-        pred_types: Names of its predictives.
-        weights_options: Options of the choice of weights, as they were given.
-        loss: A loss that was assigned to the backend, around that of the likelihood; else None.
-    """
-
-    likelihood: Likelihood | str
+    likelihood: Likelihood | str  # p(y | f), as it was given
     likelihood_object: Likelihood
     structure: type[Curvature]
     structure_options: Any
@@ -78,22 +60,16 @@ class Choices:
     backend_cls: type[CurvatureInterface]
     backend_kwargs: dict[str, Any]
     asdl_fisher_kwargs: dict[str, Any]
-    forward_fn: ForwardFn | None
-    dict_key_x: str
-    dict_key_y: str
-    channel_dim: int | None
+    forward_fn: ForwardFn | None  # How the user calls the network; None for `model(x)`
+    dict_key_x: str  # Key of the inputs, for mappings
+    dict_key_y: str  # Key of the targets, for mappings
+    channel_dim: int | None  # Dimension of the network's outputs that holds the channels; None where that is not known
     pred_types: PredictiveNames
     weights_options: dict[str, Any]
-    loss: Loss | None = None
+    loss: Loss | None = None  # A loss that was assigned to the backend, around that of the likelihood; else None
 
     def reconciled(self, model: nn.Module) -> Choices:
-        """The same, with what the structure's options say of the sign of an exact Hessian.
-
-        Raises:
-            InvalidArgument: The structure takes the exact GGN alone, and the backend has other curvature.
-            UnsupportedError: The network is spread over processes, and the curvature not one of layers' inputs and
-                output gradients.
-        """
+        """The same, with what the structure's options say of the sign of an exact Hessian."""
         backend, structure = self.backend_cls, self.structure
         if not structure.by_layer or backend not in (NativeGGN, NativeEF):
             require_unsharded(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
@@ -117,9 +93,6 @@ class Choices:
 
         A class of the user's sees the names "regression" and "classification" only, and is called with
         `asdl_fisher_kwargs`, which the library's take in the constructor.
-
-        Raises:
-            InvalidArgument: The constructor does not know an option.
         """
         backend, ours = self.backend_cls, is_ours(self.backend_cls)
         model, choice = weights.for_backend(problem)
@@ -153,11 +126,7 @@ class Choices:
 
 
 def checked_backend(backend: Any) -> type[CurvatureInterface]:
-    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
-
-    Raises:
-        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
-    """
+    """The class that computes curvature, the native GGN by default; an object stands for its class."""
     if backend is None:
         return NativeGGN
     kind = backend if isinstance(backend, type) else type(backend)
@@ -177,12 +146,7 @@ Given = float | Tensor
 
 
 def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: Given) -> Hyperparameters:
-    """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph.
-
-    Raises:
-        InvalidType: A value that is neither a number nor a tensor.
-        InvalidArgument: A value that is not positive or not finite, or of a length that fits nothing.
-    """
+    """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph."""
     checked: dict[str, Tensor] = {}
     with kept_for_later():
         for name, value in given.items():
@@ -233,21 +197,12 @@ class ManualFit:
 
     The structure's curvature is made, of a copy, when something is first computed of it: a loop of `la.H += …` adds to
     one tensor in place, and nothing is copied for its batches.
-
-    Attributes:
-        H: The unit curvature as it was assigned.
-        structure: Structure of the curvature that it becomes.
-        loss_terms: Summed unit negative log likelihood, `[1]`.
-        n_data: Number of data, without ignored ones.
-        n_outputs: C.
-        coverage: As of `Fit`, of the fit before.
-        draws: As of `Fit`.
     """
 
     H: Any
-    structure: type[Curvature]
-    loss_terms: Tensor
-    n_data: float = 0
+    structure: type[Curvature]  # Structure of the curvature that it becomes
+    loss_terms: Tensor  # Summed unit negative log likelihood, `[1]`
+    n_data: float = 0  # Number of data, without ignored ones
     n_outputs: int = 0
     coverage: Mapping[str, str] = field(default_factory=dict)
     draws: Tensor | None = None
@@ -261,11 +216,7 @@ class ManualFit:
 
 
 def form_of(structure: type[Curvature]) -> ByHand:
-    """The form in which users assign and sum a structure's curvature.
-
-    Raises:
-        UnsupportedError: It has none.
-    """
+    """The form in which users assign and sum a structure's curvature."""
     if structure.by_hand is None:
         raise UnsupportedError(
             f"hessian_structure={structure.name!r} has no curvature that could be assigned or summed by hand; use "
@@ -349,25 +300,17 @@ class Refinement:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Curvature and loss of data at the weights that a network had at the fit.
+    """Curvature and loss of data at the weights that a network had at the fit."""
 
-    Attributes:
-        source: Curvature and loss at the network's own outputs, as they were found or assigned.
-        expansion_point: θ*, the network's weights, around which predictions are linearised, `[P]`.
-        watch: Notices that the network was changed since.
-        refinement: What inference in the linearised network found; None without it.
-        assigned_mean: Mean of the Gaussian, `[P]`, where a user assigned another one than θ*.
-        separate_factors: Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone;
-            an H of None has no factors.
-        content: Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`.
-    """
-
-    source: Fit | ManualFit
-    expansion_point: Tensor
-    watch: ModelWatch
-    refinement: Refinement | None = None
-    assigned_mean: Tensor | None = None
+    source: Fit | ManualFit  # Curvature and loss at the network's own outputs, as they were found or assigned
+    expansion_point: Tensor  # θ*, the network's weights, around which predictions are linearised, `[P]`
+    watch: ModelWatch  # Notices that the network was changed since
+    refinement: Refinement | None = None  # What inference in the linearised network found; None without it
+    assigned_mean: Tensor | None = None  # Mean of the Gaussian, `[P]`, where a user assigned another one than θ*
+    # Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone; an H of None has
+    # no factors
     separate_factors: Fit | ManualFit | None = None
+    # Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`
     content: Content | None = None
 
     @property
@@ -473,24 +416,17 @@ class Posterior:
 
     Nothing of it changes: `at` gives the posterior at other hyper-parameters, which shares the curvature with its
     factorisations, and the engine. That of an object with members of its user is a `UsersPosterior`.
-
-    Attributes:
-        choices: Likelihood, structure, backend and keys.
-        weights: The weights with a distribution.
-        hypers: Prior, noise and temperature.
-        data: What the data say; None before a fit.
-        root: L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None.
-        calibration: What chose the hyper-parameters on held-out data, where that scaled the covariance; else None.
-        cache: The engine and the last precision, made on first use.
     """
 
     choices: Choices
     weights: Weights
     hypers: Hyperparameters
-    data: Fitted | None = None
+    data: Fitted | None = None  # What the data say; None before a fit
+    # L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None
     root: Tensor | None = None
+    # What chose the hyper-parameters on held-out data, where that scaled the covariance; else None
     calibration: Calibration | None = None
-    cache: Cache = field(default_factory=Cache, repr=False)
+    cache: Cache = field(default_factory=Cache, repr=False)  # The engine and the last precision, made on first use
 
     # Other posteriors.
 
@@ -501,12 +437,7 @@ class Posterior:
         return replace(self, hypers=hypers, root=None, calibration=None)
 
     def assigned(self, **given: Given) -> Posterior:
-        """The posterior at hyper-parameters as users give them, by name.
-
-        Raises:
-            InvalidArgument: A value is not accepted, or a calibration has chosen all of them.
-            InvalidType: A value is neither a number nor a tensor.
-        """
+        """The posterior at hyper-parameters as users give them, by name."""
         self.refuse_calibrated(f"assigning {' and '.join(given)}")
         return self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
 
@@ -638,11 +569,7 @@ class Posterior:
 
     @property
     def problem(self) -> Problem:
-        """The network and its random tensors, as backends see them.
-
-        Raises:
-            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
-        """
+        """The network and its random tensors, as backends see them."""
         if self.weights.problem is None:
             raise NotFittedError(
                 "the last layer is not known before fit; call fit(train_loader) first, or pass last_layer_name=."
@@ -825,9 +752,5 @@ class Posterior:
         return False
 
     def as_user_object(self) -> AbstractContextManager[Any]:
-        """A block in which the user's object has this posterior for its own; it is what the block is entered as.
-
-        Raises:
-            UnsupportedError: The posterior belongs to no object with members of its user.
-        """
+        """A block in which the user's object has this posterior for its own; it is what the block is entered as."""
         raise UnsupportedError("this posterior belongs to no object whose methods could be called.")

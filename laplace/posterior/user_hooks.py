@@ -52,15 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class UsersPosterior(Posterior):
-    """A posterior of an object whose class has members of a user's.
-
-    Attributes:
-        la: The object.
-        users: Names of these members.
-    """
+    """A posterior of an object whose class has members of a user's."""
 
     la: Any = field(kw_only=True, repr=False)
-    users: frozenset[str] = field(kw_only=True)
+    users: frozenset[str] = field(kw_only=True)  # Names of these members
 
     def without_object(self) -> Posterior:
         return Posterior(**{each.name: getattr(self, each.name) for each in fields(Posterior)})
@@ -174,12 +169,7 @@ def with_users_members(posterior: Posterior, la: Any) -> Posterior:
 
 
 def posterior_before(la: Any, name: str) -> Precision:
-    """The posterior with what users override of the moments that come before `name`.
-
-    Args:
-        la: A fitted posterior.
-        name: One of `MOMENTS`, or what follows from all of them.
-    """
+    """The posterior with what users override of the moments that come before `name`."""
     links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
@@ -224,14 +214,9 @@ def _users_fit(la: Any, plain: Posterior) -> Fit:
 
 @dataclass(frozen=True)
 class UsersPrecision(Precision):
-    """A precision whose covariances of outputs are users' own; they are given dense Jacobians, a few data at a time.
+    """A precision whose covariances of outputs are users' own; they are given dense Jacobians, a few data at a time."""
 
-    Attributes:
-        posterior: The posterior that their methods are called at, with the object that has them.
-        precision: The rest.
-    """
-
-    posterior: Posterior
+    posterior: Posterior  # The posterior that their methods are called at, with the object that has them
     precision: Precision
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
@@ -297,11 +282,7 @@ class UsersPrecision(Precision):
 
 
 def precision_of_moment(la: Any, name: str) -> Precision:
-    """The posterior by one of `MOMENTS` as a user computes it.
-
-    Raises:
-        InvalidArgument: It is none, or has another shape than the weights ask for.
-    """
+    """The posterior by one of `MOMENTS` as a user computes it."""
     from laplace.compat.kron import Kron, KronDecomposed  # needed by nobody else who imports the library
 
     value = getattr(la, name)
@@ -425,13 +406,9 @@ def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class NoStructure(Curvature):
-    """The structure of users' classes that choose none: H is added up, and they say what follows from it.
+    """The structure of users' classes that choose none: H is added up, and they say what follows from it."""
 
-    Attributes:
-        values: H in whatever shape the class gives it.
-    """
-
-    values: Tensor
+    values: Tensor  # H in whatever shape the class gives it
 
     name = "own"
     by_hand = AnyByHand()
@@ -479,13 +456,9 @@ def _undefined(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class UndefinedPrecision(Precision):
-    """The precision of a class without a structure: what the class computes itself is never asked of this one.
+    """The precision of a class without a structure: what the class computes itself is never asked of this one."""
 
-    Attributes:
-        prior: N(μ₀, diag(δ)⁻¹).
-    """
-
-    prior: GaussianPrior
+    prior: GaussianPrior  # N(μ₀, diag(δ)⁻¹)
 
     logdet_ratio = _undefined("log_det_posterior_precision")
     quad = _undefined("square_norm")
