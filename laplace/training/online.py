@@ -224,11 +224,34 @@ class OnlineLaplace(CheckedConstructor):
         return self._n_counted
 
     def _count(self) -> int:
-        """Number of data of this process's loader, without ignored labels."""
-        loader = self.train_loader if self.group is None else without_padding(self.train_loader, self.la.dict_key_y)
+        """Number of data of this process's loader, or of positions, whose labels are not the ignored one."""
+        la, total, per_row = self.la, 0, None
+        loader = self.train_loader if self.group is None else without_padding(self.train_loader, la.dict_key_y)
+        rules, ignored = la.engine.target_rules, la.engine.target_rules.ignore_index
         # A loader draws its shuffling from the global random state.
         with autograd_mode(), torch.no_grad(), same_random_state(self.model):
-            return _count(loader, self.la)
+            for batch in loader:
+                x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
+                if y.ndim > 1 and len(y):
+                    per_row = per_row or self._entries_per_row(x, y)
+                data = batches.without_ignored(x, y, ignored)
+                labels = y[:0] if data is None else data[1]
+                n_entries = per_row if per_row is not None and y.ndim > 1 else 1
+                if ignored is None or n_entries > 1:  # entries of soft labels and of values are no indices
+                    total += labels.numel() // n_entries
+                else:
+                    total += int((~batches.is_ignored(labels, ignored)).sum())
+        return total
+
+    def _entries_per_row(self, x: Inputs, y: Tensor) -> int:
+        """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
+        la = self.la
+        with preserve_model(la.weights.model):
+            f = batches.latent(
+                call_with_context(la.weights.model, la.snapshot().call, batches.to_device(x, la.prior_mean.device))
+            )
+        rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
+        return max(1, y.numel() // len(rows))
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs `[B, C]` of the network; inputs are moved to its device."""
@@ -337,33 +360,6 @@ def check_step_size(lr_hyp: float) -> None:
     """Refuses step sizes that are not positive and finite."""
     if not 0 < lr_hyp < math.inf:
         raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
-
-
-def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
-    """Data whose labels are not the ignored one; of outputs with positions, these."""
-    rules, total = la.engine.target_rules, 0
-    per_row: int | None = None
-    for batch in loader:
-        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
-        if y.ndim > 1 and len(y):
-            per_row = per_row or _entries_per_row(la, x, y)
-        data, ignored = batches.without_ignored(x, y, rules.ignore_index), rules.ignore_index
-        labels = y[:0] if data is None else data[1]
-        n_entries = per_row if per_row is not None and y.ndim > 1 else 1
-        if ignored is None or n_entries > 1:  # entries of soft labels and of values are no indices
-            total += labels.numel() // n_entries
-        else:
-            total += int((~batches.is_ignored(labels, ignored)).sum())
-    return total
-
-
-def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
-    """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
-    model, posterior = la.weights.model, la.snapshot()
-    with preserve_model(model):
-        f = batches.latent(call_with_context(model, posterior.call, batches.to_device(x, la.prior_mean.device)))
-    rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
-    return max(1, y.numel() // len(rows))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

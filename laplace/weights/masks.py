@@ -100,19 +100,13 @@ class SubnetMask(CheckedConstructor, ABC):
         Raises:
             InvalidArgument: It is not a binary vector of P integers or booleans.
         """
-        given = f"of type {type(subnet_mask).__name__}"
-        if isinstance(subnet_mask, Tensor):
-            integral = not (subnet_mask.is_floating_point() or subnet_mask.is_complex())
-            if (
-                subnet_mask.shape == (self._n_params,)
-                and integral
-                and bool(((subnet_mask == 0) | (subnet_mask == 1)).all())
-            ):
-                return subnet_mask.nonzero(as_tuple=True)[0]
-            given = (
-                f"a tensor of shape {list(subnet_mask.shape)} and dtype {subnet_mask.dtype} with values "
-                f"{subnet_mask.unique()[:5].tolist()}"
-            )
+        if not isinstance(subnet_mask, Tensor):
+            given = f"of type {type(subnet_mask).__name__}"
+        elif subnet_mask.shape == (self._n_params,) and _is_binary(subnet_mask):
+            return subnet_mask.nonzero(as_tuple=True)[0]
+        else:
+            shape, values = list(subnet_mask.shape), subnet_mask.unique()[:5].tolist()
+            given = f"a tensor of shape {shape} and dtype {subnet_mask.dtype} with values {values}"
         raise InvalidArgument(
             f"the subnetwork mask is {given}; accepted is a tensor [{self._n_params}] of booleans or integers 0 and 1, "
             "one per trainable parameter."
@@ -234,6 +228,11 @@ def _require_loader(mask: SubnetMask, train_loader: Iterable[Any] | None) -> Ite
     if train_loader is None:
         raise InvalidArgument(f"{type(mask).__name__} looks at the data; call select(train_loader) with a loader.")
     return train_loader
+
+
+def _is_binary(mask: Tensor) -> bool:
+    integral = not (mask.is_floating_point() or mask.is_complex())
+    return integral and bool(((mask == 0) | (mask == 1)).all())
 
 
 def _known_names(names: Sequence[str], known: dict[str, Any], argument: str) -> list[str]:
