@@ -143,7 +143,6 @@ class AsdlEngine(PackageEngine):
         return [values / self.options.num_samples for values in total]
 
     def _loss_type(self) -> str | None:
-        """ASDL's name of the loss."""
         if self.fisher_type == "fisher_emp":
             return None
         loss = self.loss

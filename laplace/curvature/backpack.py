@@ -92,11 +92,9 @@ def layer_fault(call: LayerCall, *, factored: bool) -> str:
 
 
 class _Call(NamedTuple):
-    """One call of a module without children; versions count the writes to a tensor."""
-
     module: nn.Module
     x: Any
-    x_version: int
+    x_version: int  # Number of writes to the tensor
     output: Any
     output_version: int
 
@@ -319,7 +317,6 @@ class BackPackEFEngine(BackPackEngine):
 
 
 def _layers(batch: CopiedBatch) -> list[nn.Module]:
-    """Modules of the copy that hold random parameters."""
     parameters = {id(tensor) for tensor in batch.tensors if tensor.requires_grad}
     return [m for m in batch.module.modules() if any(id(t) in parameters for t in m._parameters.values())]
 

@@ -181,7 +181,6 @@ class CurvatureInterface:
 
     @property
     def _model(self) -> nn.Module:
-        """The module that the curvature is of: the last layer, or the network."""
         if self.last_layer and isinstance(self.model, FeatureExtractor) and self.model.last_layer is not None:
             return self.model.last_layer
         return self.model

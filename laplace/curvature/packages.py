@@ -265,7 +265,6 @@ class PackageEngine(CurvatureEngine):
             yield from chosen(self._jacobians(x), choice)
 
     def _jacobians(self, x: Inputs) -> Generator[tuple[Jacobian, Tensor]]:
-        """Jacobians of all outputs by the package, without a graph."""
         watched = self.native.forward(x)
         if watched.positions:
             yield from self.native.jacobian(x)
@@ -387,7 +386,6 @@ def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Rea
 
 
 def _square(matrix: Tensor, index: Tensor | None) -> Tensor:
-    """Rows and columns of a square matrix."""
     return matrix if index is None else matrix[index.to(matrix.device)][:, index.to(matrix.device)]
 
 

@@ -89,7 +89,6 @@ class UserBackendEngine(CurvatureEngine):
             yield from chosen(self._by_user(name, x, create_graph=create_graph), choice)
 
     def _by_user(self, name: str, x: Inputs, *, create_graph: bool) -> Generator[tuple[Jacobian, Tensor]]:
-        """Jacobians of all outputs by a user's method."""
         with users_call(self.problem.module):
             method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
@@ -106,7 +105,6 @@ class UserBackendEngine(CurvatureEngine):
 
     @property
     def _jacobians(self) -> str | None:
-        """The user's method that gives the Jacobians of this problem, or None."""
         names = ("last_layer_jacobians", "jacobians") if self.backend.last_layer else ("jacobians",)
         return next((name for name in names if name in self.methods), None)
 
@@ -151,7 +149,6 @@ class UserBackendEngine(CurvatureEngine):
         return summary, values.clone() if method == "diag" else values  # to which batches are added
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
-        """Checks the shape of a tensor that a user's method returned."""
         n_params = self.problem.layout.n_params
         square = method != "full" or values.shape[0] == n_params
         if values.ndim != ndim or values.shape[-1] != n_params or not square:
@@ -162,7 +159,7 @@ class UserBackendEngine(CurvatureEngine):
         return values.to(self.dtype) if method in ("full", "diag") else values
 
     def _parts(self, kfacs: Sequence[Sequence[Tensor]], n_data: int) -> KronParts:
-        """Sums over data from a user's factors, of which the input side is a mean over them."""
+        """Sums over the data from a user's factors, whose input sides are means."""
         for slot, kfac in zip(self.problem.slots, kfacs, strict=True):
             if n_entries(kfac) != slot.size:
                 raise InvalidArgument(

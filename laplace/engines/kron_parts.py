@@ -170,7 +170,7 @@ class KronParts:
 
     @classmethod
     def of(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
-        """Sums over data from factors of which the input side is a mean over them.
+        """Sums over the data from factors whose input sides are means.
 
         Factors of a tensor are `[left, right]`, or one of a bias or of an exact block; each is a matrix `[n, n]`, a
         diagonal `[n]` or one matrix per group `[G, n, n]`. Keys begin with `origin`, so that sums that mean something
@@ -197,7 +197,6 @@ class KronParts:
 
     @cached_property
     def _counts(self) -> dict[str, float]:
-        """Numbers of positions by key, in one transfer from the device."""
         keys = list(dict.fromkeys(block.positions for block in self.blocks if block.positions is not None))
         return dict(zip(keys, torch.stack([self.factors[key] for key in keys]).tolist(), strict=True)) if keys else {}
 

@@ -97,7 +97,6 @@ class BatchProfile:
         return self.n_columns * network + self._products(n_vectors) < 4 * n_vectors * network
 
     def _products(self, n_vectors: int) -> int:
-        """Multiplications per sample of products with vectors by the factors of all cotangents."""
         chunks = -(-self.n_columns // self.at_once)
         return chunks * sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
 

@@ -409,7 +409,7 @@ class KronSink(Sink):
     def _put(
         self, slot: int, block: Block, output: str, inputs: Factor | None, count: Tensor, *, input_first: bool = False
     ) -> None:
-        """Puts down the input side of a tensor, and how its block is held."""
+        """Stores the input side of a tensor and the form of its block."""
         key, positions = f"in:{slot}", f"positions:{slot}"
         self.factors |= ({} if inputs is None else {key: inputs}) | {positions: count.to(self.dtype)}
         self.blocks[slot] = KronBlock(

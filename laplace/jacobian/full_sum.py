@@ -509,7 +509,6 @@ def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> T
 
 
 def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
-    """The term of one part, `[b, K, q]`."""
     if not part.is_product:
         return factors.by_datum() @ torch.cat([matrix[entries] for entries in part.slices])
     terms: list[Tensor] = []
@@ -638,7 +637,6 @@ def _add_own(sums: Tensor, a: Tensor, outputs: Tensor) -> None:
 
 
 def _place_own(part: Part, form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None) -> None:
-    """Writes the sum of a layer with itself into a matrix, one strip after the other."""
     for strip in strips(part.n_inputs):
         packed = strip.of(values, form.size).flatten(1).T
         if output is not None:

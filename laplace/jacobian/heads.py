@@ -93,7 +93,6 @@ class HeadRows(Block):
         return norms.unsqueeze(2) * (self.outputs.unsqueeze(2) == self.outputs.unsqueeze(1))
 
     def _parts(self, n_vectors: int) -> Iterator[HeadRows]:
-        """Consecutive data, so few that the rows of their outputs fit a chunk."""
         for data in chunks(self.n_data, n_vectors * self.n_cotangents * self.features.shape[1]):
             yield self.at(data)
 

@@ -86,7 +86,6 @@ class GroupedBlock(Block):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gram(self, factors: RankOne, matrix: Tensor, rows: slice) -> Tensor:
-        """The Gram of some of the groups, `[b, n·K, n·K]`, for weights `[I, O]`."""
         a = factors.a[rows].unflatten(0, (-1, self.group_size))
         between = (a.unsqueeze(2) * a.unsqueeze(1)) @ matrix  # [b, n, n, O]
         if factors.g is None:

@@ -466,7 +466,6 @@ class OuterBlock(FactoredBlock):
         return torch.einsum("bgi,goi->bgo", self.inputs[:, 0].square(), matrix)
 
     def _matrix(self, weights: Tensor) -> Tensor:
-        """Weights `[p]` as `[G, O, I]`."""
         shape = (self.groups, self.n_inputs, -1) if self.input_first else (self.groups, -1, self.n_inputs)
         matrix = weights.view(shape)
         return matrix.transpose(1, 2) if self.input_first else matrix

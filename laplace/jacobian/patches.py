@@ -193,6 +193,5 @@ def _columns(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: 
 def _positions(
     space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    """Number of patches along every dimension."""
     sizes = zip(space, kernel, stride, dilation, strict=True)
     return [(size - (k - 1) * d - 1) // s + 1 for size, k, s, d in sizes]

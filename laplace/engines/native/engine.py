@@ -145,7 +145,7 @@ class NativeEngine(CurvatureEngine):
         kept: dict[int, int] = {}
         widths: list[int] = []
         module = self.problem.module
-        with torch.inference_mode(False), preserve_model(module), _noting(module, kept, widths):
+        with torch.inference_mode(False), preserve_model(module), _recording(module, kept, widths):
             again = record(batch.problem, batch.x, loop=batch.capture.loop, observed=batch.capture.watched)
         del again
         return replace(self._profile(batch), graph=sum(kept.values()), widest=max(widths, default=0))
@@ -194,7 +194,7 @@ class NativeEngine(CurvatureEngine):
                 raise InvalidData("the batch holds no data.")
             if create_graph and capture.as_it_was is not None:
                 raise UnsupportedError(GRADIENTS_LATER)
-            plan, widest = self._agreed(self._known(capture, x), capture)
+            plan, widest = self._agree_on(self._known(capture, x), capture)
             if plan is None:
                 if not self._observed and not self._unwatchable:
                     plan = self._prove(capture, x, ladder=False)
@@ -205,7 +205,7 @@ class NativeEngine(CurvatureEngine):
             self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
             return ForwardPass(self.problem, x, capture, plan, self.memory_budget, widest)
 
-    def _agreed(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
+    def _agree_on(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
         """The plan if all processes that share the network know theirs, and the size of their largest batch."""
         n_data = len(capture.f)
         if capture.processes is None:
@@ -360,7 +360,6 @@ class NativeEngine(CurvatureEngine):
 
     @property
     def _product_budget(self) -> int:
-        """Bytes that the vectors of one vectorised pass may hold."""
         return min(self.memory_budget, _CACHED) if self.problem.device.type == "cpu" else self.memory_budget
 
     def _n_terms(self, f: Tensor) -> int:
@@ -372,7 +371,7 @@ class NativeEngine(CurvatureEngine):
 
 
 @contextmanager
-def _noting(module: nn.Module, kept: dict[int, int], widths: list[int]) -> Iterator[None]:
+def _recording(module: nn.Module, kept: dict[int, int], widths: list[int]) -> Iterator[None]:
     """Records the bytes that autograd keeps, besides parameters and buffers, and what every module reads and writes."""
     parameters = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 

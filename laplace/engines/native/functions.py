@@ -284,7 +284,6 @@ _EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors among arguments, also inside tuples and lists."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -484,6 +483,5 @@ class Observer(TorchFunctionMode):
 
 
 def _per_dimension(setting: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """A setting of a convolution for every dimension of space."""
     values = (setting,) if isinstance(setting, int) else tuple(setting)
     return values * len(kernel) if len(values) == 1 else values

@@ -246,7 +246,6 @@ def _reads(node: Node, x: Tensor) -> bool:
 
 
 def _behind(value: Tensor) -> set[Node]:
-    """All nodes from a tensor to its leaves."""
     nodes: set[Node] = {value.grad_fn}
     waiting = [value.grad_fn]
     while waiting:

@@ -84,7 +84,6 @@ class PositionCotangents:
         return len(self.columns) * (1 if self.used is None else len(self.used))
 
     def __getitem__(self, part: slice) -> Tensor:
-        """Consecutive cotangents, `[k, B, T·C]`."""
         if self.used is None:
             return self.columns[part].flatten(2)
         k, b, t, c = self.columns.shape

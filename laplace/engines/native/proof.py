@@ -254,8 +254,6 @@ def require_explained(problem: Problem) -> None:
 
 
 class _Role(NamedTuple):
-    """One use that could explain a tensor."""
-
     call: int
     attribute: str  # Attribute of the module, or argument of the function
     positions: int
@@ -619,7 +617,6 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 
 
 def _depends(problem: Problem, x: Inputs, names: list[str]) -> bool:
-    """True if the outputs change when these tensors are made larger."""
     tensors = problem.detached()
     outputs: list[Tensor] = []
     try:

@@ -135,7 +135,6 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
 
 
 def _settings(node: Any, name: str, n_data: int) -> list[Hashable]:
-    """Arguments that a node keeps, without tensors."""
     settings = [_plain(getattr(node, saved), n_data if sizes else None) for saved, sizes in _arguments(type(node))]
     return [*settings, *_numbers(node)] if name.startswith(_PRODUCTS) else settings
 

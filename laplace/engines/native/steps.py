@@ -80,7 +80,6 @@ def _one_way(
     linear: Linear,
     recur: Recur,
 ) -> tuple[Tensor, State]:
-    """Outputs `[B, T, H]` of one layer in one direction, and its last state."""
     given = linear(x, weights[0], biases[0])  # [B, T, gates]
     offsets = torch.zeros_like(given).requires_grad_()
     shifts = None if projection is None else x.new_zeros(*x.shape[:2], len(projection)).requires_grad_()
@@ -189,7 +188,6 @@ def _projected(linear: Linear, a: dict[str, Any]) -> list[Tensor]:
 
 
 def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask that is added to the scores, broadcastable to `[N, H, L, S]`."""
     total: Tensor | None = None
     if attention is not None:
         total = _as_numbers(attention, q)
