@@ -128,7 +128,7 @@ class BatchSummary:
     """Contributions of a batch besides its curvature."""
 
     loss_terms: Tensor  # Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output
-    # Number of data without ignored ones, or the sum of their weights; 0-dim where a device knows it
+    # Number of samples that are not ignored, or the sum of their weights; 0-dim if it is on a device
     n_data: float | Tensor
     n_outputs: int  # C
 
@@ -157,7 +157,7 @@ class OutputCurvature:
     """Curvature of the loss with respect to the outputs of a batch."""
 
     hessian: OutputHessian  # Λ of every row
-    n_positions: int  # Rows of a sample; 1 of outputs without positions
+    n_positions: int  # Rows of a sample; 1 without positions
 
 
 class LinearMap(ABC):
@@ -260,7 +260,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Adds the unit curvature of a batch to a sum."""
         raise self._refusal(sink.quantity)
 
-    # Quantities of one batch by themselves: tensors are the caller's.
+    # Quantities of one batch.
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""
@@ -288,7 +288,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         sink = ProductSink(vectors)
         return self.accumulate(x, y, sink), sink.products
 
-    # Others.
+    # The outputs as a function of the parameters.
 
     def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         """Λ of a batch, with unit curvature Σ Jᵀ Λ J."""

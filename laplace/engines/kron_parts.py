@@ -25,7 +25,7 @@ class ThinFactor:
     """
 
     values: Tensor  # λ, `[..., r]`
-    vectors: Tensor  # V, `[..., n, r]`, with the leading dimensions of the matrix, each of which is 1
+    vectors: Tensor  # V, `[..., n, r]`; leading dimensions are 1
     orthonormal: bool = True  # True if these are eigenpairs, in ascending order
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class KronParts:
     # positions `[]`
     factors: Mapping[str, Tensor]
     blocks: tuple[KronBlock, ...]  # One per random parameter, in order
-    # Sides by key that are summed of fewer rows than half of their width, in place of their matrices
+    # Sums of fewer rows than half of their width, by key
     thin: Mapping[str, ThinFactor] = field(default_factory=dict)
 
     @classmethod

@@ -19,16 +19,16 @@ class BatchProfile:
     tensors: tuple[TensorShape, ...]  # One per random parameter
     n_data: int  # B
     n_outputs: int  # C
-    n_columns: int  # K, backward passes that the curvature takes; 0 for one that is known by its products alone
+    n_columns: int  # K, backward passes that the curvature takes; 0 if it is known by products alone
     n_terms: int  # E
     itemsize: int  # Bytes of a number of the curvature
     graph: int  # Bytes that a forward pass keeps for backward passes
     widest: int  # Bytes that the widest layer takes in and gives out
     gradients: int  # Bytes of the output gradients of one cotangent
     budget: int  # Bytes of output gradients held at once
-    product_budget: int  # Bytes that the vectors hold with which curvature is multiplied at once
+    product_budget: int  # Bytes of the vectors that are multiplied at once
     loop: bool  # True if backward passes run one by one
-    refused: bool = False  # True if the columns are more backward passes than a batch may take
+    refused: bool = False  # True if this is more backward passes than a batch may take
     n_batches: int | None = None  # Batches that a fit reads, or None if their number is unknown
     inputs: int = 0  # Bytes of the inputs
 

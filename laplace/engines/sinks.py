@@ -65,12 +65,12 @@ class BlockSource:
     """The use that the block of a tensor comes from."""
 
     use: str  # Key of the use: a weight and its bias share the output side of one use
-    # True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all uses
+    # True if the tensor has one use only. With more, a small tensor has an exact block; the positions of all uses
     # are those of one layer in the factors of a large one.
     single: bool
-    # True if the batch does not need the tensor, so that another batch says in which form it is held
+    # True if the batch does not use the tensor, so that another batch decides the form of its block
     unused: bool = False
-    # How often every sample counts on the input side, whose rows no cotangent weighs, `[B]`; None for once
+    # Weights of the samples on the input side (cotangents weight the output side alone), `[B]`; None for ones
     weights: Tensor | None = None
 
 
@@ -81,7 +81,7 @@ class BatchForm:
     problem: Problem  # The random parameters
     n_terms: int  # E, terms that are kept apart: one per output, or 1
     dtype: torch.dtype  # Curvature dtype
-    block_dtype: torch.dtype  # Dtype of the blocks, another one where the network casts on the way
+    block_dtype: torch.dtype  # Dtype of the blocks, which differs if the network casts
     reduce: bool = False  # KFAC-reduce (average positions before the outer product) instead of KFAC-expand
     sources: Callable[[], Sequence[BlockSource]] = tuple  # Gives the use that the block of every tensor comes from
 
@@ -191,7 +191,7 @@ class BlockSink(Sink):
     quantity = "blocks"
 
     def __init__(self, groups: Groups, sums: Sequence[MatrixSum]) -> None:
-        self.groups = groups  # Indices of the tensors that share a block, whose entries follow each other there
+        self.groups = groups  # Indices of the tensors that share a block
         self.sums = sums  # The sum of every group to add to
         self._n_terms = 1
         self._like = torch.empty(0)

@@ -140,7 +140,7 @@ class TensorShape:
     positions: int = 1  # T, positions that share the tensor
     is_bias: bool = False  # True if there is no input side
     is_head: bool = False  # True if the layer's outputs are the network's
-    copied: int = 0  # Bytes of inputs that are laid out anew for the contraction (unfolded images), for the whole batch
+    copied: int = 0  # Bytes of inputs that are copied for the contraction (unfolded images), for the whole batch
 
     @property
     def is_outer_product(self) -> bool:

@@ -27,7 +27,7 @@ class MatrixSum:
     """Σ J Jᵀ `[E, p, p]`: the sum of a dense matrix and of one that is summed by pairs of layers."""
 
     size: int  # Number of entries p
-    # `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none
+    # The dense sum `[E, p, p]`, of which only the upper block triangle is used, or None
     values: Tensor | None = None
     paired: PairSum | None = None  # The sum by pairs of layers, or None
     n_terms: int = 1  # Number of terms E that are kept apart
@@ -119,7 +119,7 @@ class SymmetricForm:
     """Packed form of symmetric matrices `[n, n]`: the entries from which all others follow."""
 
     n: int  # Width of the matrices
-    entries: Entries = Entries.TRIANGLE  # Those that are held
+    entries: Entries = Entries.TRIANGLE  # Those that are stored
 
     @classmethod
     def of(cls, hessian: OutputHessian) -> SymmetricForm:
@@ -163,7 +163,7 @@ class Strip:
     """Products a_i a_j of the inputs of one layer, for consecutive i and all j from the first i on."""
 
     start: int  # First i
-    stop: int  # Last i, and one
+    stop: int  # One past the last i
     width: int  # Number of inputs I
     first: int  # Place of the first product among those of all strips
 
@@ -269,10 +269,10 @@ _WORTHWHILE = 2**24
 class Part:
     """Entries of a full matrix as inputs × outputs: of a layer, a head, or all dense blocks together."""
 
-    blocks: tuple[int, ...]  # Indices of the blocks: one weight, those of a head, or all that are multiplied out
+    blocks: tuple[int, ...]  # Indices of the blocks: of one weight, of a head, or of all dense blocks
     slices: tuple[slice, ...]  # Their entries
-    n_outputs: int  # O; of what is multiplied out all entries
-    # Number of inputs of every block, which follow each other; none of what is multiplied out
+    n_outputs: int  # O; all entries of dense blocks
+    # Number of inputs of every block; empty for dense blocks
     inputs: tuple[int, ...] = ()
     input_first: bool = False  # True if the entries are inputs × outputs, and not outputs × inputs
 
@@ -335,7 +335,7 @@ class Part:
 class Pairs:
     """All pairs of the parts of some blocks."""
 
-    parts: tuple[Part, ...]  # Layers, and last what is multiplied out, if anything is
+    parts: tuple[Part, ...]  # Layers, then the dense blocks, if there are any
     size: int  # Number of entries P
 
     @classmethod
@@ -526,10 +526,9 @@ class PairSum:
     """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair."""
 
     pairs: Pairs  # The parts of the blocks that are added
-    forms: tuple[SymmetricForm, ...]  # Of every part, in which form the outputs of its pair with itself are held
-    # Of every pair, outputs × inputs: `[O·O', I·I']`; of a layer with itself few numbers twice, one strip of
-    # inputs after the other, `[numbers]`; of what is multiplied out with itself `[O, O]`, of which the upper
-    # block triangle counts
+    forms: tuple[SymmetricForm, ...]  # For every part, the packed form of the outputs in its pair with itself
+    # By pair, outputs × inputs: `[O·O', I·I']`; for a layer with itself packed, one strip of inputs after the other;
+    # for the dense blocks with themselves `[O, O]`, of which only the upper block triangle is used
     sums: dict[tuple[int, int], Tensor]
 
     @classmethod

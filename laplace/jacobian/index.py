@@ -32,7 +32,7 @@ class IndexBlock(FactoredBlock):
     index: Tensor  # Row of each position `[B, T]`, −1 where it is none of the selected ones
     g: Tensor  # Gradients of the embedded positions `[K, B, T, D]`
     n_rows: int  # V, the number of rows of the table
-    counted: Tensor  # Positions that reach the table at all, `[B, T]`: all but padding
+    counted: Tensor  # Positions that are no padding, `[B, T]`
     input_first: bool = field(default=True, init=False)
     kind = "index"
 

@@ -101,7 +101,7 @@ class Jacobian:
     """All blocks of a problem, in the order of its slots."""
 
     blocks: tuple[Block, ...]  # One per random parameter
-    # Of outputs with positions, their dimensions: the data here are rows, data × positions
+    # Dimensions of positions, if the outputs have them: samples are rows then, data × positions
     positions: tuple[int, ...] = ()
     # True if covariances of its outputs are summed in float64, since they are to be factored: the root of a sum
     # that was rounded in float32 is known to three digits (`laplace.core.gaussian`)
@@ -109,7 +109,7 @@ class Jacobian:
     # Which of the network's outputs the cotangents of every sample are, `[B, K]`; None for all of them, or for
     # other cotangents
     outputs: Tensor | None = None
-    group_size: int = 1  # Rows that a sample is made of; its cotangents are those of all of them, rows major
+    group_size: int = 1  # Number of rows of a sample, whose cotangents are those of all its rows
 
     @property
     def n_data(self) -> int:

@@ -201,7 +201,7 @@ class OuterBlock(FactoredBlock):
     input_first: bool = False
     # g are the layer's output gradients in patches, and not those of its bias: transposed convolutions
     unfolded: bool = False
-    counted: Tensor | None = None  # Positions that count, `[B, T]`, of which others hold zeros; None for all
+    counted: Tensor | None = None  # Positions that hold something, `[B, T]`; others hold zeros; None for all
     kind = "outer"
 
     # Sizes.

@@ -62,7 +62,7 @@ class NativeEngine(CurvatureEngine):
         self._rules: dict[str, str] = {}
         self._unreached: set[str] = set()
 
-    # Primitives of every kind.
+    # What every kind of curvature has.
 
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
@@ -183,7 +183,7 @@ class NativeEngine(CurvatureEngine):
     def coverage(self) -> dict[str, str]:
         return dict(self._rules)
 
-    # How they come about.
+    # A forward pass with a proven plan.
 
     def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
         """One captured forward pass in evaluation mode, with a plan proven for this form of input."""

@@ -64,7 +64,7 @@ _VIEWING = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone
 class Capture:
     """Outputs of one forward pass with the recorded calls of layers and functions."""
 
-    # Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a sample, C per position
+    # Outputs `[B, M]`, M = T·C, with a graph that reaches the random parameters
     f: Tensor
     calls: tuple[LayerCall, ...]
     stand_ins: dict[str, Tensor]  # The tensors that were differentiated, by name
@@ -72,11 +72,11 @@ class Capture:
     create_graph: bool = False  # True if gradients are to be differentiated again, with respect to x
     # True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced)
     reduced: bool = False
-    # The dimensions between that of the data and that of the channels, whose product is T
+    # Dimensions of the positions, whose product is T
     positions: tuple[int, ...] = ()
-    processes: Processes | None = None  # Those that the network is spread over, which make every backward pass together
-    # Of a network that checkpoints activations, a block in which it is as it was in this pass: its parts run once
-    # more in every backward pass
+    processes: Processes | None = None  # They share the network, and run backward passes together
+    # For a network that checkpoints activations: a context in which it is as in this pass, since parts of it run
+    # again in every backward pass
     as_it_was: Callable[[], AbstractContextManager[object]] | None = None
 
     def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
@@ -191,7 +191,7 @@ def _recorded(
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
     if processes is not None:
         processes.in_step("a forward pass")
-    # What runs once more in a backward pass would not be watched there, and be other functions.
+    # Parts that run again in a backward pass would not be observed there.
     observer = Observer(parameters, keep_graph=create_graph) if observed and keeps else None
     starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
@@ -460,11 +460,11 @@ class JacobianRule:
     # True if the rule holds for the next batch of this form too. It does not where the batch could not tell it
     # from another (zeros, equal data) or where the place of the data may depend on them.
     proven: bool = True
-    # Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so that
-    # rows are data like any other and their cost does not grow with the square of the positions
+    # With positions: True if every row of the outputs depends on its own position of the layer's input alone, so
+    # that the cost does not grow with the square of the positions
     by_row: bool = False
-    is_head: bool = False  # Whether, besides, the layer's outputs are the network's
-    # By what they depend on, shapes of the tensor's Jacobian
+    is_head: bool = False  # With positions: True if the layer's outputs are the network's
+    # A cache of shapes of the tensor's Jacobian
     shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -498,9 +498,9 @@ class ForwardPass:
         self.capture = capture  # What the hooks captured
         self.plan = plan  # How the block of every tensor is made
         self.n_data = len(capture.f)
-        self.positions = capture.positions  # The dimensions whose product is T; empty for outputs `[B, C]`
+        self.positions = capture.positions  # Dimensions whose product is T; empty for outputs `[B, C]`
         self.memory_budget = memory_budget  # Bytes of dense fallback blocks held at once
-        # Data of the largest batch among the processes that a network is spread over; None for B
+        # Size of the largest batch among processes that share the network; None for B
         self.widest = self.n_data if widest is None else widest
         self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a sample has one position
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
@@ -534,7 +534,7 @@ class ForwardPass:
         """
         looped = self.capture.loop and not together and self.f.device.type == "cpu"
         budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget
-        # Besides the gradients the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs.
+        # Besides the gradients the cotangent itself, `[B, C]`, twice: as it is made, and in the dtype of the outputs.
         own = 2 * self.f.numel() * self.f.element_size() * self.widest // max(1, self.n_data)
         return max(1, budget // (self.bytes_per_cotangent() + own))
 

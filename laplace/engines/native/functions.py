@@ -77,11 +77,11 @@ class LayerCall:
     x: Tensor  # The first input
     edge: GradientEdge  # Where the output's gradient is found
     shape: torch.Size  # The output's shape
-    fed: tuple[Any, ...] = ()  # Nodes of the data that went in, which the call only reads
-    # True if what runs between the two is PyTorch's, or that of the class that has the rule: not a method or a
-    # hook of the user's besides
+    fed: tuple[Any, ...] = ()  # Nodes of its input data
+    # True if nothing but PyTorch's code, or that of the rule's class, runs in between: no method or hook of the
+    # user's
     is_known: bool = True
-    # Nodes of the graph that give its results: that of the output, or of all products that it stands for
+    # Nodes of the graph that give its results: of the output, or of all products in a recurrence
     nodes: tuple[Any, ...] = ()
 
     @property
@@ -110,7 +110,7 @@ class LinearCall(FunctionCall):
     """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`."""
 
     x: Tensor  # Inputs `[..., I]`
-    # By role, rows of the tensor that are used, of how many: parts of a packed projection
+    # For parts of a packed tensor, by role: the first used row, and the number of all rows
     rows: Mapping[str, tuple[int, int]]
     transposed: bool = False  # True if the weight is stored `[in, out]`
 

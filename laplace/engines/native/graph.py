@@ -24,15 +24,15 @@ class Explained(IntEnum):
     """How much of a weight's derivative the recorded calls explain."""
 
     NOT = 0  # Something else reads the weight
-    HERE = 1  # The calls hold all that reads it, but hide how: a rule is right of the batch that it was proven for
-    ALWAYS = 2  # Each reads it once, as its rule says, whatever the data
+    HERE = 1  # All that reads it is in the calls, but how is hidden: a rule holds for the batch of its proof only
+    ALWAYS = 2  # Each call reads it once, as its rule says, whatever the data
 
 
 class Graph:
     """The nodes between the outputs and the tensors that require gradients, with the nodes that read each of them."""
 
     def __init__(self, f: Tensor, *, shows_data: bool = True) -> None:
-        # True if the data that nodes keep may be looked at, which computes activations that were not kept
+        # False if reading the data that nodes keep would recompute activations
         self.shows_data = shows_data
         self._readers: dict[Node, list[Node]] = {}
         self._leaves: dict[int, Node] = {}

@@ -81,8 +81,8 @@ class Probe:
     # The least exact dtype among them and the outputs: that of the weights, or a lower one where the network
     # enters `torch.autocast` by itself
     coarsest: torch.dtype
-    again: Callable[[float], Gradients]  # The truths of another multiple of r u
-    # Those of r u at weights and inputs with other last digits, by a seed; None where that is not known
+    again: Callable[[float], Gradients]  # The truths for a multiple of r u
+    # The truths at weights and inputs with other last digits, by a seed; None if they cannot be computed
     perturbed: Callable[[int], Gradients] | None
 
     @cached_property
@@ -173,7 +173,7 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
     gradients = tuple(pulled[n].detach() for n in range(len(capture.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
     made = Probe(r, cotangents, truths, gradients, coarsest, again, perturbed if capture.processes is None else None)
-    # Whether it is needed is for rounding to say, which processes that make all passes together may not wait for.
+    # Computed now: rounding decides whether it is needed, and processes must run the same passes.
     if capture.processes is not None:
         _ = made.noise
     return made

@@ -37,7 +37,7 @@ _B = -1
 
 class _Known:
     def __init__(self, state: ModelState) -> None:
-        self.state = state  # Its tensors and settings then
+        self.state = state  # Tensors and settings of the network
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:
