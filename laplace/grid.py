@@ -36,7 +36,7 @@ from laplace.enums import (
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
 from laplace.function_space import FAMILIES
 from laplace.likelihoods.base import Likelihood
-from laplace.network.adapters import are_idle, has_adapters
+from laplace.network.model_guard import are_idle, has_adapters
 from laplace.parametric import (
     Backend,
     KronAttributes,

@@ -31,8 +31,7 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType, LaplaceError, NotFittedError, ReadOnlyError
 from laplace.evidence import Evidence
-from laplace.fitting.fit import fit, forget, infer_channels, plan
-from laplace.fitting.options import FitOptions
+from laplace.fitting.fit import FitOptions, fit, forget, infer_channels, plan
 from laplace.fitting.planning import FitPlan
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood

@@ -14,32 +14,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core.arguments import check_length
-from laplace.core.batch import Inputs
+from laplace.core.arguments import check_flag, check_length
+from laplace.core.batch import DataWeights, Inputs
 from laplace.core.checks import Conditions, named
 from laplace.core.content import Content, ContentReader
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.core.overrides import FITTING
-from laplace.core.positions import channel_of
+from laplace.core.positions import channel_of, target_rows
+from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
-from laplace.core.random_numbers import drawn_seed
-from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, same_count
+from laplace.core.random_numbers import check_generator, drawn_seed
+from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, outputs, same_count
 from laplace.engines.kron_parts import UNUSED
-from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.fitting import checks, planning, processes
-from laplace.fitting.options import FitOptions
 from laplace.fitting.planning import FitPlan, MemoryCheck
 from laplace.fitting.processes import Begun, FitDescription, agree_on_fit
 from laplace.fitting.resuming import Resumable
-from laplace.fitting.subsampling import Subsample
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
@@ -51,6 +51,92 @@ from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
+
+FirstPass = Callable[[CurvatureEngine], DataPass]
+"""Makes the first pass over the data of a fit, for the engine that computes their curvature."""
+
+
+@dataclass(frozen=True, eq=False)
+class FitOptions:
+    """How data are fitted: the arguments of `la.fit` besides the loader, checked when they are put together."""
+
+    override: bool = True
+    progress_bar: bool = False
+    decay: float = 1.0
+    subset: int | None = None
+    generator: torch.Generator | None = None
+    check_memory: bool = True
+    group: Any = None
+    sharded: bool = False
+    resume: Any = None
+    save_every: Any = None
+    weight_fn: Any = None
+    dict_key_weight: Any = None
+    first_pass: FirstPass | None = None  # Makes the first pass over the data; None for that of the structure
+    # The weight of data that are to be removed from the fit; None where data are added to it
+    removed_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        check_override(self.override)
+        if not isinstance(self.decay, Real) or not 0 < self.decay <= 1:
+            raise InvalidArgument(
+                f"decay={self.decay}; it must be in (0, 1], where 1 keeps the former data as they are."
+            )
+        if self.override and self.decay != 1:
+            raise InvalidArgument(
+                f"decay={self.decay} with override=True, which forgets the former data at once; pass override=False."
+            )
+        if self.removed_weight is not None and not 0 < self.removed_weight <= 1:
+            raise InvalidArgument(
+                f"weight={self.removed_weight}; it must be in (0, 1]: 1, or decay**k after k fits with that decay."
+            )
+        if self.resumable is not None and self.subset is not None:
+            raise UnsupportedError(f"resume= with subset={self.subset}, a choice that another process would draw anew.")
+        if self.subset is not None:
+            check_generator(self.generator)
+            if self.generator is None:  # drawn here, since a fit puts the global source back where it was
+                object.__setattr__(self, "generator", torch.Generator().manual_seed(drawn_seed()))
+
+    @cached_property
+    def processes(self) -> Processes | None:
+        """Those that read the other shards of the data; None where all data are read here."""
+        return Processes.of(self.group)
+
+    @cached_property
+    def weights(self) -> DataWeights | None:
+        """How often every datum counts; None for once."""
+        return DataWeights.of(self.weight_fn, self.dict_key_weight)
+
+    @cached_property
+    def resumable(self) -> Resumable | None:
+        """The file from which the fit goes on, and to which it is written; None without one."""
+        return Resumable.of(self.resume, self.save_every, self.processes)
+
+    def within(self, network: Processes | None) -> FitOptions:
+        """The same with the group of a network that is sharded by FSDP2, which must be of the ranks that were given."""
+        if network is None or (self.processes is not None and self.processes.group is network.group):
+            return self
+        return replace(self, group=network.joined(self.processes).group)
+
+    def settings(self, posterior: Posterior) -> dict[str, Any]:
+        """What else all processes of a fit, or two that resume each other, must have in common, by name."""
+        n_former = 0 if self.override or posterior.data is None else posterior.data.fit.n_data
+        weights = {"weights of the data": self.weights and self.weights.name}
+        if self.removed_weight is not None:
+            return {"weight": self.removed_weight, "data of the former fit": n_former, **weights}
+        how = {"override": self.override, "decay": self.decay}
+        return {**how, "data of the former fit": n_former, "sharded": self.sharded, **weights}
+
+
+def check_override(override: Any) -> None:
+    """Checks the second argument of `fit`, in whose place targets are often given."""
+    check_flag(
+        "override",
+        override,
+        "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
+        "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...).",
+    )
+
 
 # The next posterior.
 
@@ -554,3 +640,95 @@ def _within_memory(number: int) -> Iterator[None]:
             raise
         said = str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.remedy} {error}"
         raise OutOfMemory(f"batch {number}: {said}") from error
+
+
+# Curvature of a random subset of the data, scaled up: unbiased, at a share of the cost (Immer et al., 2021, A.3.1).
+
+
+@dataclass(frozen=True, eq=False)
+class Subsample:
+    """M of N data, drawn without replacement, for N/M times the curvature of the M with loss and number of all N.
+
+    The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
+    block, diagonal). The loader is read once for the loss, by forward passes alone, and once for the curvature; the M
+    data are held where a structure reads them several times.
+    """
+
+    loader: Iterable[Any]  # The M data
+    summary: BatchSummary  # What all N data contribute besides curvature
+    factor: float  # N/M
+
+    @classmethod
+    def drawn(cls, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, options: FitOptions) -> Subsample:
+        """Those that `options.generator` draws, whatever the order of the loader's data."""
+        bar = DataBar("fit, loss", loader, shown=options.progress_bar)
+        summary, n_inputs = _losses(_counted(loader, engine, choices.dict_key_y), engine, bar)
+        size, source = options.subset, options.generator
+        if source is None or isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= n_inputs:
+            raise InvalidArgument(f"subset={size}; it must be an integer from 1 to {n_inputs}, the number of data.")
+        chosen = torch.randperm(n_inputs, generator=source, device=source.device)[:size].sort().values.cpu()
+        part: Iterable[Any] = _Chosen(loader, engine, choices.dict_key_y, chosen)
+        if choices.structure.n_passes > 1:  # a loader that shuffles would give other data in every reading
+            part = list(part)
+        return cls(part, summary, n_inputs / size)
+
+    def scale_up(self, fit: Fit) -> Fit:
+        """The fit of all data by that of the M."""
+        if self.factor == 1:
+            return fit
+        curvature, summary = fit.curvature.scaled(self.factor), self.summary
+        facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
+        return replace(fit, curvature=curvature, **facts)
+
+
+def _losses(
+    data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine, bar: DataBar
+) -> tuple[BatchSummary, int]:
+    """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
+    likelihood = engine.likelihood
+    total: Tensor | None = None
+    n_data: float | Tensor = 0
+    n_inputs = n_outputs = 0
+    for number, x, y in data:
+        with named(f"batch {number}"):
+            rows = outputs(engine, x)
+            f = rows.values
+            targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
+        terms = likelihood.loss_terms(f, targets)
+        total = terms if total is None else total + terms
+        n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
+        bar.add(len(y))
+    bar.close()
+    if total is None:
+        raise InvalidData(checks.NO_DATA)
+    return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
+
+
+def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
+    """The data that are not ignored, batch by batch, with the number of the batch."""
+    device, rules = engine.problem.device, engine.target_rules
+    for number, item in enumerate(loader):
+        with named(f"batch {number}"):
+            data = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
+        if data is not None:
+            yield number, *data
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """The batches of a loader, of which data are `chosen`: sorted places among those that are not ignored, `[M]`."""
+
+    loader: Iterable[Any]
+    engine: CurvatureEngine
+    dict_key_y: str
+    chosen: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        start = 0
+        for _, x, y in _counted(self.loader, self.engine, self.dict_key_y):
+            n_data = len(y)
+            first, last = torch.searchsorted(self.chosen, torch.tensor([start, start + n_data])).tolist()
+            if last > first:
+                places = (self.chosen[first:last] - start).to(y.device)
+                yield batches.select(x, places, n_data), y[places]
+            start += n_data

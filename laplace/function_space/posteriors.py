@@ -27,8 +27,7 @@ from laplace.enums import (
     TuningMethodName,
 )
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.fitting.fit import fit
-from laplace.fitting.options import FitOptions, check_override
+from laplace.fitting.fit import FitOptions, check_override, fit
 from laplace.function_space.variational import Energy, Inducing, InducingPass, VariationalCurvature
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.network.model_guard import autograd_mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -364,3 +365,64 @@ def hooks_fire(model: nn.Module, *, required: bool = False) -> Iterator[None]:
         if set_stance is not None:
             stack.enter_context(set_stance("force_eager"))
         yield
+
+
+# Activation checkpointing: parts of a network that run once more in every backward pass, as the network is then.
+#
+# `torch.utils.checkpoint` keeps no activations: where a backward pass asks for them, their part of the network runs
+# again. It must find the network as it was in the forward pass, since tensors that require gradients decide what is
+# saved. Of a reentrant checkpoint PyTorch gives no gradients of chosen tensors.
+
+COMPUTED_AGAIN = "activations of this pass are to be computed once more"
+"""The message of `disable_saved_tensors_hooks`, by which a pass is told that does not keep its activations."""
+
+_OFF = (
+    "switch activation checkpointing off for the calls of this library (model.gradient_checkpointing_disable() of "
+    "transformers, model.set_grad_checkpointing(False) of timm)"
+)
+
+GRADIENTS_LATER = (
+    "gradients through predictions (enable_backprop=True) of a network that checkpoints activations would be computed "
+    f"when the network is no longer as it was: {_OFF}."
+)
+"""The message of a refusal of graphs that outlive the call in which activations can be computed once more."""
+
+
+@contextmanager
+def computable_again() -> Iterator[None]:
+    """A block of backward passes, through checkpoints that allow it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        if "use_reentrant" in str(error):
+            raise UnsupportedError(
+                "the network checkpoints activations with use_reentrant=True, of which PyTorch gives no gradients of "
+                f"chosen tensors. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or {_OFF}."
+            ) from error
+        raise UnsupportedError(
+            "a part of the network that checkpoints activations does not run a second time as it did before: "
+            f"{_OFF}. PyTorch says: {error}"
+        ) from error
+
+
+# Adapters of the package PEFT: small trained tensors beside frozen layers.
+
+
+def has_adapters(model: Any) -> bool:
+    """True if the network is a model of PEFT, or one of its layers is: nothing is imported to find out."""
+    if "peft" not in sys.modules:  # which made the adapters, if there are any
+        return False
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, PeftModel | BaseTunerLayer) for module in modules_of(model))
+
+
+def are_idle(model: Any) -> bool:
+    """True if no adapter of a model that has some takes part: all are merged into their layers, or switched off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in modules_of(model) if isinstance(module, BaseTunerLayer)]
+    return bool(layers) and all(layer.merged or layer.disable_adapters for layer in layers)

@@ -20,8 +20,7 @@ from torch import Tensor
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.fitting.checks import NO_DATA
-from laplace.fitting.fit import sum_data
-from laplace.fitting.options import FitOptions
+from laplace.fitting.fit import FitOptions, sum_data
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved

@@ -19,8 +19,7 @@ from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import GGNEngine
 from laplace.engines.native.products import GraphMap, HeadMap
 from laplace.errors import InvalidData
-from laplace.fitting.fit import sum_data
-from laplace.fitting.options import FitOptions
+from laplace.fitting.fit import FitOptions, sum_data
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs

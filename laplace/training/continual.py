@@ -30,8 +30,7 @@ from laplace.core.batch import Inputs, require_rereadable
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.positions import as_rows
 from laplace.errors import InvalidArgument, InvalidData, StateError
-from laplace.fitting.fit import compute_fit
-from laplace.fitting.options import FitOptions
+from laplace.fitting.fit import FitOptions, compute_fit
 from laplace.network import next_token
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back

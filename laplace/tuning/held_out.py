@@ -32,8 +32,7 @@ from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHes
 from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
-from laplace.fitting.fit import fit
-from laplace.fitting.options import FitOptions
+from laplace.fitting.fit import FitOptions, fit
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood

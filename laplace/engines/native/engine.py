@@ -28,8 +28,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood, Observed
-from laplace.network.model_guard import preserve_model
-from laplace.network.recomputation import GRADIENTS_LATER
+from laplace.network.model_guard import GRADIENTS_LATER, preserve_model
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64

@@ -29,8 +29,7 @@ from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.fsdp import require_unsharded, reshard
-from laplace.network.model_guard import hooks_fire, preserve_model
-from laplace.network.recomputation import COMPUTED_AGAIN
+from laplace.network.model_guard import COMPUTED_AGAIN, hooks_fire, preserve_model
 from laplace.weights.problem import Place, Problem, reduce_features
 
 # Recording: outputs with the calls of modules and functions that have random parameters.
