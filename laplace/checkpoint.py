@@ -96,17 +96,11 @@ def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessG
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A posterior that was read.
-
-    Attributes:
-        posterior: The posterior.
-        enable_backprop: Whether its predictions can be differentiated with respect to the inputs.
-        digest: Of what was written about it.
-    """
+    """A posterior that was read."""
 
     posterior: Posterior
-    enable_backprop: bool
-    digest: str
+    enable_backprop: bool  # whether its predictions can be differentiated with respect to the inputs
+    digest: str  # of what was written about it
 
 
 def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None) -> _Read:

@@ -142,20 +142,14 @@ SubnetLaplace: type[ParametricLaplace] = _class(
 
 @dataclass(frozen=True)
 class Row:
-    """What the classes of a structure, or of a family of posteriors over functions, have beside their parts.
+    """What the classes of a structure, or of a family of posteriors over functions, have beside their parts."""
 
-    Attributes:
-        name: Their names; in the place of {} stands "", "LL" or "Subnet".
-        what: The approximation, in words that follow "All weights, ".
-        more: Further text of the docstring of all weights; of None the whole is that of `attributes`.
-        attributes: Base with the attributes that they have by it, or where that is, `"module:name"`.
-        orders: Orders of the arguments by weights, of those that have one of their own.
-    """
-
-    name: str
-    what: str
-    more: str | None = ""
+    name: str  # their names; in the place of {} stands "", "LL" or "Subnet"
+    what: str  # the approximation, in words that follow "All weights, "
+    more: str | None = ""  # further text of the docstring of all weights; of None the whole is that of `attributes`
+    # base with the attributes that they have by it, or where that is, `"module:name"`
     attributes: type[ParametricLaplace] | str = parametric.ParametricLaplace
+    # orders of the arguments by weights, of those that have one of their own
     orders: dict[str, str] = field(default_factory=dict)
 
 

@@ -35,22 +35,15 @@ _INSTEAD = "save its state, torch.save(la.state_dict(), path), and load that int
 
 @dataclass(frozen=True)
 class Recipe:
-    """Class and arguments by which a posterior is made again, besides its network.
+    """Class and arguments by which a posterior is made again, besides its network."""
 
-    Attributes:
-        cell: Names of its cell of the grid, by which its class is found.
-        cls_name: Name of the class, for messages.
-        arguments: Arguments of its constructor, by name.
-        objects: Arguments that no file without code can hold, by name, each as of `described`; an empty text for an
-            argument that nobody knows any more.
-        network: Dtypes and shapes of the network's tensors, and classes of PyTorch's layers, by name.
-    """
-
-    cell: Cell
-    cls_name: str
-    arguments: Mapping[str, Any]
+    cell: Cell  # names of its cell of the grid, by which its class is found
+    cls_name: str  # name of the class, for messages
+    arguments: Mapping[str, Any]  # arguments of its constructor, by name
+    # arguments that no file without code can hold, by name, each as of `described`; an empty text for an argument that
+    # nobody knows any more
     objects: Mapping[str, str]
-    network: Mapping[str, str]
+    network: Mapping[str, str]  # dtypes and shapes of the network's tensors, and classes of PyTorch's layers, by name
 
     def plain(self) -> dict[str, Any]:
         """The recipe as a file holds it."""

@@ -96,15 +96,10 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """A batch of weighted data.
+    """A batch of weighted data."""
 
-    Attributes:
-        batch: What the loader gave, without the weights.
-        weigh: Gives the weights, `[B]`, checked.
-    """
-
-    batch: Any
-    weigh: Callable[[], Tensor]
+    batch: Any  # what the loader gave, without the weights
+    weigh: Callable[[], Tensor]  # gives the weights, `[B]`, checked
 
 
 def unweighed(batch: Any) -> Any:
@@ -260,12 +255,9 @@ class CallByName:
     whose `forward` names its keys (a Hugging Face model), less the keys that it does not know (with `**kwargs` it knows
     all) and less the targets; it goes whole to a model whose `forward` needs one argument of another name (a user's
     wrapper), and to one that cannot do with the value of its only argument (`def forward(self, x): ... x["x"]`).
-
-    Attributes:
-        dict_key_y: Key of the targets, which only a `forward` that cannot do without gets.
     """
 
-    dict_key_y: str = LABELS
+    dict_key_y: str = LABELS  # key of the targets, which only a `forward` that cannot do without gets
 
     def __call__(self, model: nn.Module, x: Inputs) -> Any:
         if isinstance(x, Tensor) or are_graphs(x):
@@ -434,17 +426,11 @@ WeightFn = Callable[[Inputs, Tensor], Any]
 
 @dataclass(frozen=True)
 class DataWeights:
-    """Weights of the data of a loader, by a function of each batch or by a key of its mapping.
+    """Weights of the data of a loader, by a function of each batch or by a key of its mapping."""
 
-    Attributes:
-        name: How the user said it, for messages.
-        function: `weight_fn(x, y)`, or None.
-        key: Key of the weights, or None.
-    """
-
-    name: str
-    function: WeightFn | None
-    key: str | None
+    name: str  # how the user said it, for messages
+    function: WeightFn | None  # `weight_fn(x, y)`, or None
+    key: str | None  # key of the weights, or None
 
     @classmethod
     def of(cls, weight_fn: Any, dict_key_weight: Any) -> DataWeights | None:
@@ -508,17 +494,11 @@ class DataWeights:
 
 @dataclass(frozen=True, eq=False)
 class _WeighedLoader:
-    """The batches of a loader with their weights.
+    """The batches of a loader with their weights."""
 
-    Attributes:
-        weights: Of the data.
-        batches: The loader.
-        dict_key_y: Key of the targets, for mappings.
-    """
-
-    weights: DataWeights
+    weights: DataWeights  # of the data
     batches: Iterable[Any]
-    dict_key_y: str
+    dict_key_y: str  # key of the targets, for mappings
 
     def __len__(self) -> int:
         return len(self.batches)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)

@@ -29,17 +29,11 @@ from."""
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """Hashes of some of the data of one reading or of several.
+    """Hashes of some of the data of one reading or of several."""
 
-    Attributes:
-        hashes: One per datum, inputs with targets, in parts `[n]`.
-        n_hashed: Number of data that were hashed.
-        n_data: Number of data that were read.
-    """
-
-    hashes: tuple[Tensor, ...]
-    n_hashed: int
-    n_data: int
+    hashes: tuple[Tensor, ...]  # one per datum, inputs with targets, in parts `[n]`
+    n_hashed: int  # number of data that were hashed
+    n_data: int  # number of data that were read
 
     def __add__(self, other: Content) -> Content:
         hashes = (*self.hashes, *other.hashes)

@@ -14,19 +14,12 @@ from laplace.core.precision_policy import widened
 
 @dataclass(frozen=True, eq=False)
 class Hyperparameters:
-    """One value of every hyper-parameter, with the caller's graph.
+    """One value of every hyper-parameter, with the caller's graph."""
 
-    Attributes:
-        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
-        prior_mean: μ₀, 0-dim, `[1]` or `[P]`.
-        sigma_noise: σ, 0-dim or `[C]`.
-        temperature: T, 0-dim.
-    """
-
-    prior_precision: Tensor
-    prior_mean: Tensor
-    sigma_noise: Tensor
-    temperature: Tensor
+    prior_precision: Tensor  # δ, `[1]`, `[n_tensors]` or `[P]`
+    prior_mean: Tensor  # μ₀, 0-dim, `[1]` or `[P]`
+    sigma_noise: Tensor  # σ, 0-dim or `[C]`
+    temperature: Tensor  # T, 0-dim
 
     @classmethod
     def unit(cls, like: Tensor) -> Hyperparameters:
@@ -62,17 +55,11 @@ class Hyperparameters:
 
 @dataclass(frozen=True, eq=False)
 class GaussianPrior:
-    """A diagonal Gaussian prior over the random parameters.
+    """A diagonal Gaussian prior over the random parameters."""
 
-    Attributes:
-        precision: δ, `[1]`, `[n_tensors]` or `[P]`; gradients flow through every method.
-        mean: μ0, 0-dim or `[P]`.
-        layout: Which entries belong to which tensor.
-    """
-
-    precision: Tensor
-    mean: Tensor
-    layout: Layout
+    precision: Tensor  # δ, `[1]`, `[n_tensors]` or `[P]`; gradients flow through every method
+    mean: Tensor  # μ0, 0-dim or `[P]`
+    layout: Layout  # which entries belong to which tensor
 
     @property
     def is_scalar(self) -> bool:

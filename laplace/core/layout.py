@@ -15,15 +15,10 @@ from laplace.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and sizes of the random parameter tensors, concatenated into one vector `[P]`, row-major.
+    """Names and sizes of the random parameter tensors, concatenated into one vector `[P]`, row-major."""
 
-    Attributes:
-        names: Qualified parameter names.
-        sizes: Number of random entries of each tensor.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    names: tuple[str, ...]  # qualified parameter names
+    sizes: tuple[int, ...]  # number of random entries of each tensor
 
     @property
     def n_params(self) -> int:

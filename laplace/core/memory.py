@@ -16,17 +16,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest piece of some work.
+    """The smallest piece of some work."""
 
-    Attributes:
-        name: What it is, for messages.
-        plural: Of several.
-        remedy: What to do where memory does not hold one.
-    """
-
-    name: str
-    plural: str
-    remedy: str
+    name: str  # what it is, for messages
+    plural: str  # of several
+    remedy: str  # what to do where memory does not hold one
 
 
 _LESS = "choose what takes less: la.plan(loader).cheaper lists structures and weights that do."
@@ -104,15 +98,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Available:
-    """Memory that can be taken.
+    """Memory that can be taken."""
 
-    Attributes:
-        size: Bytes.
-        source: Who says so.
-    """
-
-    size: int
-    source: str
+    size: int  # bytes
+    source: str  # who says so
 
 
 def available(device: torch.device) -> Available | None:

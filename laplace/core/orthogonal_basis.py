@@ -53,13 +53,9 @@ class OrthogonalBasis(ABC):
 
 @dataclass(frozen=True)
 class DenseBasis(OrthogonalBasis):
-    """A basis by its vectors.
+    """A basis by its vectors."""
 
-    Attributes:
-        vectors: U, `[G, n, n]`; orthonormal columns `[G, n, r]` of a subspace.
-    """
-
-    vectors: Tensor
+    vectors: Tensor  # U, `[G, n, n]`; orthonormal columns `[G, n, r]` of a subspace
 
     @property
     def n_columns(self) -> int:
@@ -106,14 +102,10 @@ class ThinBasis(OrthogonalBasis):
 
     Only functions of a matrix are asked of it whose null space is the complement, and these do not depend on the basis
     of that: V f(λ) Vᵀ + f(0) (I − V Vᵀ).
-
-    Attributes:
-        shift: Y, `[n, r]`.
-        kernel: M, `[r, r]`.
     """
 
-    shift: Tensor
-    kernel: Tensor
+    shift: Tensor  # Y, `[n, r]`
+    kernel: Tensor  # M, `[r, r]`
 
     @property
     def n_columns(self) -> int:

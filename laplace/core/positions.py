@@ -23,17 +23,11 @@ from laplace.errors import InvalidArgument, InvalidData, InvalidType, Unsupporte
 
 @dataclass(frozen=True, eq=False)
 class OutputRows:
-    """Values of the rows of a batch.
+    """Values of the rows of a batch."""
 
-    Attributes:
-        values: `[*lead, B·T, C]`, or `[*lead, B·T, K]` of some outputs.
-        positions: The dimensions whose product is T; empty for outputs `[B, C]`.
-        outputs: Which of the network's outputs they are of, `[B·T, K]`; None for all.
-    """
-
-    values: Tensor
-    positions: tuple[int, ...] = ()
-    outputs: Tensor | None = None
+    values: Tensor  # `[*lead, B·T, C]`, or `[*lead, B·T, K]` of some outputs
+    positions: tuple[int, ...] = ()  # the dimensions whose product is T; empty for outputs `[B, C]`
+    outputs: Tensor | None = None  # which of the network's outputs they are of, `[B·T, K]`; None for all
 
     @classmethod
     def of(cls, f: Tensor, lead: int = 0) -> OutputRows:
@@ -53,15 +47,10 @@ def require_none(positions: tuple[int, ...], what: str, instead: str) -> None:
 
 @dataclass(frozen=True)
 class ChannelsLast:
-    """A way of calling a model after which the channels, the C outputs of a position, are the last dimension.
+    """A way of calling a model after which the channels, the C outputs of a position, are the last dimension."""
 
-    Attributes:
-        forward_fn: How the model is called.
-        channel_dim: The dimension of the channels in what it returns.
-    """
-
-    forward_fn: ForwardFn
-    channel_dim: int
+    forward_fn: ForwardFn  # how the model is called
+    channel_dim: int  # the dimension of the channels in what it returns
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
         """The outputs as `[B, *positions, C]`."""
@@ -194,16 +183,12 @@ Given = Tensor | Sequence[int] | int | None
 
 @dataclass(frozen=True, eq=False)
 class OutputChoice:
-    """K of the C outputs of every row.
+    """K of the C outputs of every row."""
 
-    Attributes:
-        count: K.
-        indices: The same for every row, `[K]`, or of each its own, `[B·T, K]`; None for the K largest.
-        positions: Of indices of each row, the dimensions whose product is T; empty for outputs `[B, C]`.
-    """
-
-    count: int
+    count: int  # K
+    # the same for every row, `[K]`, or of each its own, `[B·T, K]`; None for the K largest
     indices: Tensor | None = None
+    # of indices of each row, the dimensions whose product is T; empty for outputs `[B, C]`
     positions: tuple[int, ...] = ()
 
     @classmethod

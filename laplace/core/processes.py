@@ -31,17 +31,11 @@ class OutOfStep(ProcessError):
 
 @dataclass(frozen=True)
 class _Word:
-    """Whatever a process says to the others.
+    """Whatever a process says to the others."""
 
-    Attributes:
-        value: The result of its work, or what it takes a step with, pickled.
-        error: Words for what it failed with, or None.
-        step: The step that it is about to take; empty at the end of its work.
-    """
-
-    value: bytes
-    error: str | None = None
-    step: str = ""
+    value: bytes  # the result of its work, or what it takes a step with, pickled
+    error: str | None = None  # words for what it failed with, or None
+    step: str = ""  # the step that it is about to take; empty at the end of its work
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,6 @@ class Processes:
     """The processes of a group, of which this one is a member.
 
     Every method is collective: all of them call it, in the same order.
-
-    Attributes:
-        group: The group.
     """
 
     group: distributed.ProcessGroup

@@ -112,16 +112,11 @@ class Registry(Generic[T]):
 
 
 class Cell(NamedTuple):
-    """Names of one value of every axis.
+    """Names of one value of every axis."""
 
-    Attributes:
-        weights: `subset_of_weights`.
-        structure: `hessian_structure`.
-        family: `functional_approximation`; of a structure over weights the default.
-    """
-
-    weights: str
-    structure: str
+    weights: str  # `subset_of_weights`
+    structure: str  # `hessian_structure`
+    # `functional_approximation`; of a structure over weights the default
     family: str = str(FunctionalApproximation.SOD)
 
     @classmethod

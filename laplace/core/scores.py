@@ -128,19 +128,12 @@ _SLACK = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Rows in descending order of their confidence.
+    """Rows in descending order of their confidence."""
 
-    Attributes:
-        order: Indices of the rows, `[N]`.
-        confidence: Probabilities of the predicted classes in this order, `[N]`, float64.
-        errors: 1 for a wrong class, 0 for the right one, of soft labels the probability of another class, `[N]`.
-        last: Place of the last row of every group of equal confidence, `[G]`.
-    """
-
-    order: Tensor
-    confidence: Tensor
-    errors: Tensor
-    last: Tensor
+    order: Tensor  # indices of the rows, `[N]`
+    confidence: Tensor  # probabilities of the predicted classes in this order, `[N]`, float64
+    errors: Tensor  # 1 for a wrong class, 0 for the right one, of soft labels the probability of another class, `[N]`
+    last: Tensor  # place of the last row of every group of equal confidence, `[G]`
 
     @classmethod
     def of(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
@@ -176,19 +169,12 @@ class Ranking:
 
 @dataclass(frozen=True, eq=False)
 class RiskCurve:
-    """Numbers of rows and of errors in groups of equal confidence, from the most confident on, `[R, G]` each.
+    """Numbers of rows and of errors in groups of equal confidence, from the most confident on, `[R, G]` each."""
 
-    Attributes:
-        size: Rows of a group.
-        errors: Errors among them.
-        accepted: Rows down to the end of the group.
-        wrong: Errors among those.
-    """
-
-    size: Tensor
-    errors: Tensor
-    accepted: Tensor
-    wrong: Tensor
+    size: Tensor  # rows of a group
+    errors: Tensor  # errors among them
+    accepted: Tensor  # rows down to the end of the group
+    wrong: Tensor  # errors among those
 
     def mean_risk(self) -> Tensor:
         """(1/N) Σ_i E_i / i with the errors E_i among the first i rows, expected over the order of equal confidences.

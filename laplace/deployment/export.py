@@ -35,17 +35,11 @@ _DIGITS = 2 / 3
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Inputs as users give them, and what the tensors among them are called.
-
-    Attributes:
-        x: Inputs.
-        names: Of the module's arguments, one per tensor, as of `_argument_names`.
-        n_data: B.
-    """
+    """Inputs as users give them, and what the tensors among them are called."""
 
     x: Inputs
-    names: tuple[str, ...]
-    n_data: int
+    names: tuple[str, ...]  # of the module's arguments, one per tensor, as of `_argument_names`
+    n_data: int  # B
 
     @classmethod
     def of(cls, x: Inputs) -> Example:
