@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,35 +79,25 @@ def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessG
         StateError: The folder holds no such posterior, or one of another class, model, likelihood or choice of weights.
         ProcessError: Another process failed, or reads another folder.
     """
-    processes, read = Processes.of(group), list[_Read]()
+    processes, read = Processes.of(group), list[tuple[Posterior, bool, str]]()
 
     def attempt() -> str:
         read.append(_read(la, path, processes))
-        return read[0].digest
+        return read[0][-1]
 
     digests = [attempt()] if processes is None else processes.agreed(attempt)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ProcessError(f"rank {rank} of the group reads another posterior than rank 0; nothing was loaded.")
-    la.set_posterior(read[0].posterior)
-    la.enable_backprop = read[0].enable_backprop
+    posterior, enable_backprop, _ = read[0]
+    la.set_posterior(posterior)
+    la.enable_backprop = enable_backprop
 
 
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A posterior that was read."""
-
-    posterior: Posterior
-    enable_backprop: bool  # whether its predictions can be differentiated with respect to the inputs
-    digest: str  # of what was written about it
-
-
-def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None) -> _Read:
-    """The posterior of a folder.
-
-    Raises:
-        StateError: There is none, or it does not fit.
-    """
+def _read(
+    la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None
+) -> tuple[Posterior, bool, str]:
+    """The posterior of a folder, `enable_backprop`, and a digest of what was written about them."""
     try:
         files = _Files(path)
         frame = files.frame()
@@ -123,7 +112,7 @@ def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Proces
     def made(problem: Problem, units: Any) -> Curvature:
         return _curvature(files, la.structure, problem.layout, units, processes, la.prior_precision.device)
 
-    return _Read(state.loaded(la, known, made), known["enable_backprop"], digest([frame]))
+    return state.loaded(la, known, made), known["enable_backprop"], digest([frame])
 
 
 def _curvature(
@@ -134,19 +123,7 @@ def _curvature(
     processes: Processes | None,
     device: torch.device,
 ) -> Curvature:
-    """The curvature of all tensors, or this process's part of it.
-
-    Args:
-        files: Where it is written.
-        structure: Its structure.
-        layout: All tensors.
-        units: Tensors that were written together, and the form of their curvature.
-        processes: Those that hold it; None for this one alone.
-        device: Where it is to be.
-
-    Raises:
-        StateError: The structure couples all tensors.
-    """
+    """The curvature of all tensors, or this process's part of it."""
     separation = structure.separation
     if separation is None:
         raise StateError(f"hessian_structure={structure.name!r} was never sharded.")
@@ -168,11 +145,7 @@ def _curvature(
 
 
 class _Files:
-    """The entries of a folder, each process reads by itself.
-
-    Args:
-        path: The folder.
-    """
+    """The entries of a folder, each process reads by itself."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         from torch.distributed.checkpoint import FileSystemReader
@@ -182,11 +155,7 @@ class _Files:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def frame(self) -> Tensor:
-        """Bytes `[n]` that say what the other entries are.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Bytes `[n]` that say what the other entries are."""
         entry = self.metadata.state_dict_metadata[_FRAME]
         frame = torch.empty(entry.size, dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
         self._read({_FRAME: frame})

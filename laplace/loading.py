@@ -64,7 +64,15 @@ def load(
         recipe, state = saved["recipe"], saved["state"]
         parts = recipe["components"] if "components" in recipe else [recipe]
         needed = {str(name): str(kind) for part in parts for name, kind in part["objects"].items()}
-    _check_names(needed, objects)
+    missing = [f"{name}= (it was {needed[name] or 'unknown'})" for name in sorted(needed.keys() - objects.keys())]
+    if missing:
+        raise InvalidCall(f"laplace.load() needs {' and '.join(missing)}: no file without code can hold it.")
+    unknown = sorted(objects.keys() - needed.keys())
+    if unknown:
+        raise InvalidCall(
+            f"laplace.load() was given {', '.join(unknown)}; of this posterior it accepts "
+            f"{', '.join(sorted(needed)) or 'none'} beside device, for the file holds all other arguments."
+        )
     with _told(path):
         made = [
             _made(part, network, {name: own[place] for name, own in _spread(objects, len(parts)).items()})
@@ -85,19 +93,6 @@ def _told(path: str | os.PathLike[str]) -> Iterator[None]:
             raise
         reason = str(error) if isinstance(error, LaplaceError) else f"it is damaged, {error!r}."
         raise StateError(f"{os.fspath(path)!r} holds a posterior that could not be loaded: {reason}") from error
-
-
-def _check_names(needed: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Refuses objects that are not those of the posterior that was saved."""
-    missing = [f"{name}= (it was {needed[name] or 'unknown'})" for name in sorted(needed.keys() - given.keys())]
-    if missing:
-        raise InvalidCall(f"laplace.load() needs {' and '.join(missing)}: no file without code can hold it.")
-    unknown = sorted(given.keys() - needed.keys())
-    if unknown:
-        raise InvalidCall(
-            f"laplace.load() was given {', '.join(unknown)}; of this posterior it accepts "
-            f"{', '.join(sorted(needed)) or 'none'} beside device, for the file holds all other arguments."
-        )
 
 
 def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:

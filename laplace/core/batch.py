@@ -61,12 +61,12 @@ def are_graphs(x: Any) -> bool:
 
 def without_names(batch: Any) -> Any:
     """A tuple less the strings at its end: webdataset gives (x, y, keys), with the key of every sample."""
-    while isinstance(batch, tuple | list) and len(batch) > 2 and _names(batch[-1]):
+    while isinstance(batch, tuple | list) and len(batch) > 2 and _are_names(batch[-1]):
         batch = batch[:-1]
     return batch
 
 
-def _names(part: Any) -> bool:
+def _are_names(part: Any) -> bool:
     return isinstance(part, tuple | list) and len(part) > 0 and all(isinstance(name, str) for name in part)
 
 
@@ -218,12 +218,9 @@ def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
         whole = x.to_data_list()
         kinds = (getattr(base, "from_data_list", None) and base for base in reversed(type(x).__mro__))
         kind: Any = next(base for base in kinds if base is not None)  # the first of them, and none that it made
-        return kind.from_data_list([whole[i] for i in torch.arange(n)[_on_host(index)].tolist()])
+        rows = torch.arange(n)[index if isinstance(index, slice) else index.cpu()]
+        return kind.from_data_list([whole[i] for i in rows.tolist()])
     return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
-
-
-def _on_host(index: slice | Tensor) -> slice | Tensor:
-    return index if isinstance(index, slice) else index.cpu()
 
 
 def first(batch: Any, dict_key_y: str, number: int) -> Any:
