@@ -139,7 +139,8 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
     _expect("random parameters", tuple(state["layout"]["names"]), problem.layout.names)
     _expect("sizes of the random parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
     _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
-    if state.get("shapes", _shapes(state["H"])) != _shapes(state["H"]):
+    shapes = _shapes(state["H"])
+    if state.get("shapes", shapes) != shapes:
         raise StateError("the state is truncated or malformed: H has other shapes or entries than what was saved.")
     if not same_sums(state["model_sums"], checksums(la.weights.model)):
         raise StateError(
@@ -183,10 +184,12 @@ def _expect(what: str, given: Any, expected: Any) -> None:
 
 def _shapes(value: Any, name: str = "H") -> dict[str, list[int]]:
     """Shapes of all entries of a curvature's state, by their place in it; none of what is no tensor."""
-    if isinstance(value, Mapping | list | tuple):
-        parts = nested.entries(value).items()
-        return {place: shape for key, part in parts for place, shape in _shapes(part, f"{name}.{key}").items()}
-    return {name: list(value.shape) if isinstance(value, Tensor) else []}
+    if isinstance(value, Tensor):
+        return {name: list(value.shape)}
+    if not isinstance(value, dict | list | tuple):
+        return {name: []}
+    parts = nested.entries(value).items()
+    return {place: shape for key, part in parts for place, shape in _shapes(part, f"{name}.{key}").items()}
 
 
 def _same(mine: Any, theirs: Any) -> bool:
