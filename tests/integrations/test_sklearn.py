@@ -36,7 +36,7 @@ PATIENTS, PROGRESS = load_diabetes(return_X_y=True)
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.filterwarnings("ignore")  # of what the checks do on purpose
 def test_all_checks_of_scikit_learn_pass(kind: type) -> None:
-    results = check_estimator(kind(max_epochs=60), on_fail=None, on_skip=None)
+    results = check_estimator(kind(max_epochs=20), on_fail=None, on_skip=None)
     assert [result["check_name"] for result in results if result["status"] == "failed"] == []
     assert sum(result["status"] == "passed" for result in results) >= 50
 
