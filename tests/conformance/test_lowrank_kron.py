@@ -65,10 +65,11 @@ def test_truncated(case: Case, rank: int) -> None:
     assert_close(own_dense(la), torch.block_diag(*blocks), "backend")
 
 
+@pytest.mark.parametrize("is_corrected", [False, True])
 @pytest.mark.parametrize("case", few(structures=["lowrank_kron"]))
-def test_diagonal_is_exact_and_the_sum_semi_definite_at_every_rank(case: Case) -> None:
+def test_diagonal_is_exact_and_the_sum_semi_definite_at_every_rank(case: Case, is_corrected: bool) -> None:
     for options in ({}, {"rank": 1, "oversampling": 0}, {"rank": 3, "oversampling": 1, "seed": 7}):
-        held = own_dense(case.fit(4, structure_kwargs=options))
+        held = own_dense(case.fit(4, structure_kwargs={**options, "corrected": is_corrected}))
         exact = case.dense()
         assert_close(held.diagonal(), exact.diagonal(), "backend", label=f"diagonal, {options}")
         assert torch.linalg.eigvalsh(held).min() > -1e-12 * exact.trace()

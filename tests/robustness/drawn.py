@@ -84,12 +84,12 @@ def samples(la: Any, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tens
 
 
 def everything(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)) -> dict[str, Any]:
-    """All samples by posterior, dtype and kind."""
+    """All samples by posterior and kind, in dtypes by turns."""
     warnings.simplefilter("ignore")
+    turns = [(*cell, dtypes[(i + i // len(grid.STRUCTURES)) % len(dtypes)]) for i, cell in enumerate(CELLS)]
     return {
         f"{weights} {structure} {dtype} {kind}": values
-        for weights, structure in CELLS
-        for dtype in dtypes
+        for weights, structure, dtype in turns
         for kind, values in samples(fitted(weights, structure, dtype)[0], dtype).items()
     }
 
