@@ -100,10 +100,10 @@ def reported(
         f = [_outputs(one, part, x) for one, part in parts]
         if not likelihood.has_noise:
             return rows, [rows.mean], [rows.average([likelihood.inverse_link(each) for each in f])]
-        own = rows.sigma_noise if first.calibration is None else first.calibration.network_noise
+        noise = rows.sigma_noise if first.calibration is None else first.calibration.network_noise
         mean = rows.average(f)
-        spread = rows.average([(each - mean).square() for each in f])
-        return rows, [rows.mean, rows.variance], [mean, spread + own.square()]
+        between = rows.average([(each - mean).square() for each in f])
+        return rows, [rows.mean, rows.variance], [mean, between + noise.square()]
 
     sides: tuple[list[list[Tensor]], list[list[Tensor]]] = ([], [])
     strange: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -122,7 +122,7 @@ def reported(
                 _, posterior, network = both(x)
                 strange[0].append(network[-1])  # probabilities, or variances
                 strange[1].append(posterior[-1])
-    own, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
+    ours, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
     given: Any = {
         "ood": None if ood is None else tuple(torch.cat(side).cpu() for side in strange),
         "names": ("ensemble" if len(group.posteriors) > 1 else "network", "posterior"),
@@ -130,8 +130,9 @@ def reported(
     }
     y = torch.cat(labels).cpu()
     if likelihood.has_noise:
-        return of_gaussians(*own, y, network=tuple(theirs), **given)
-    return of_probabilities(own[0], y, network=theirs[0], **given)
+        (mean, variance), (network_mean, network_variance) = ours, theirs
+        return of_gaussians(mean, variance, y, network=(network_mean, network_variance), **given)
+    return of_probabilities(ours[0], y, network=theirs[0], **given)
 
 
 def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: PredictOptions) -> Summary:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -383,6 +383,12 @@ class Targets:
     def n_data(self) -> int:
         """Rows that are not ignored."""
         return len(self.y) if self.rows is None else len(self.rows)
+
+    @overload
+    def counted(self, prediction: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def counted(self, prediction: Prediction) -> tuple[Prediction, Tensor]: ...
 
     def counted(self, prediction: Prediction) -> tuple[Prediction, Tensor]:
         """Predictions of this batch, of one setting or of several, and targets, without ignored rows."""
