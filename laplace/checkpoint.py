@@ -58,7 +58,7 @@ def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
         )
     states = {} if curvature.own is None else _unit_states(curvature.own, curvature.tensors, curvature.layout)
     processes = curvature.processes
-    forms = processes.agreed(lambda: {unit: nested.form_of(part) for unit, part in states.items()})
+    forms = processes.gather_results(lambda: {unit: nested.form_of(part) for unit, part in states.items()})
     entries = {name: tensor for unit, part in states.items() for name, tensor in _named(unit, part)}
     if processes.rank == 0:
         units = [[list(unit), form] for some in forms for unit, form in some.items()]
@@ -85,7 +85,7 @@ def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessG
         read.append(_read(la, path, processes))
         return read[0][-1]
 
-    digests = [attempt()] if processes is None else processes.agreed(attempt)
+    digests = [attempt()] if processes is None else processes.gather_results(attempt)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ProcessError(f"rank {rank} of the group reads another posterior than rank 0; nothing was loaded.")

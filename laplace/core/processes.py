@@ -30,8 +30,8 @@ class OutOfStep(ProcessError):
 
 
 @dataclass(frozen=True)
-class _Word:
-    """Whatever a process says to the others."""
+class _Message:
+    """What a process sends to the others."""
 
     value: bytes  # the result of its work, or what it takes a step with, pickled
     error: str | None = None  # words for what it failed with, or None
@@ -79,47 +79,48 @@ class Processes:
             )
         return self
 
-    def gathered(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """A value of every process, which can be pickled."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, group=self.group)
         return values
 
-    def agreed(self, attempt: Callable[[], T]) -> list[T]:
+    def gather_results(self, attempt: Callable[[], T]) -> list[T]:
         """The outcome of every process; where one fails, all of them do.
 
         Args:
             attempt: Work of this process whose result can be pickled, without collective calls but for those that
-                `in_step` goes before, in `passing`.
+                `barrier` goes before, in `collective_region`.
         """
         own: Exception | None = None
         alone: list[str] = []
         token = _FAILED_ALONE.set(alone)
         try:
-            outcome = _Word(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
+            outcome = _Message(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
         except OutOfStep:
             raise  # the others know
         except Exception as error:
             if alone:
                 raise
-            own, outcome = error, _Word(b"", f"{type(error).__name__}: {error}")
+            own, outcome = error, _Message(b"", f"{type(error).__name__}: {error}")
         finally:
             _FAILED_ALONE.reset(token)
-        outcomes = self.gathered(outcome)
+        outcomes = self.gather(outcome)
         if own is not None:
             raise own
         return _values(outcomes)
 
-    def in_step(self, step: str, value: Any = None) -> list[Any]:
+    def barrier(self, step: str, value: Any = None) -> list[Any]:
         """A value of every process, all of which are about to take the same step of work that needs all of them."""
-        return _values(self.gathered(_Word(pickle.dumps(value), step=step)))
+        return _values(self.gather(_Message(pickle.dumps(value), step=step)))
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
+    def collective_region(self) -> Iterator[None]:
         """A block of collective calls of others, such as FSDP's within a pass.
 
-        Where one process fails in it the others are left within such a call, and would take any word for a part of it.
-        `agreed` then raises the error in that process at once, and says nothing; the others end as its connections do.
+        Where one process fails in it the others are left within such a call, and would take any message for a part of
+        it. `gather_results` then raises the error in that process at once, and sends nothing; the others end as its
+        connections do.
         """
         try:
             yield
@@ -164,21 +165,21 @@ class Processes:
             _mirror_entries(tensor)
 
 
-def _values(words: Sequence[_Word]) -> list[Any]:
+def _values(messages: Sequence[_Message]) -> list[Any]:
     """Values of all processes, if all are well and take the same step."""
-    failed = {rank: word.error for rank, word in enumerate(words) if word.error is not None}
+    failed = {rank: each.error for rank, each in enumerate(messages) if each.error is not None}
     if failed:
         first, message = next(iter(failed.items()))
         more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise OutOfStep(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
-    for rank, word in enumerate(words):
-        if word.step != words[0].step:
+    for rank, each in enumerate(messages):
+        if each.step != messages[0].step:
             raise OutOfStep(
-                f"rank {rank} of the group is at {word.step or 'the end of its data'!r}, rank 0 at "
-                f"{words[0].step or 'the end of its data'!r}: a network that is spread over processes runs in all of "
-                "them at once. Give each of them as many batches as the others, as DistributedSampler does."
+                f"rank {rank} of the group is at {each.step or 'the end of its data'!r}, rank 0 at "
+                f"{messages[0].step or 'the end of its data'!r}: a network that is spread over processes runs in all "
+                "of them at once. Give each of them as many batches as the others, as DistributedSampler does."
             )
-    return [pickle.loads(word.value) for word in words]
+    return [pickle.loads(each.value) for each in messages]
 
 
 def _rows(matrix: Tensor) -> Iterator[Tensor]:

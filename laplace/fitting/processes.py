@@ -140,7 +140,7 @@ def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Map
         batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
         return _Message(FitDescription.of(here.posterior, settings), here.reading, batch)
 
-    messages = processes.agreed(attempt)
+    messages = processes.gather_results(attempt)
     _compare(messages)
     known = [message for message in messages if message.batch is not None]
     if not known:
@@ -337,7 +337,7 @@ def sum_over(
         losses = widened(totals.loss_terms).tolist()
         return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_here())
 
-    shares = processes.agreed(attempt)
+    shares = processes.gather_results(attempt)
     known = {rank: share for rank, share in enumerate(shares) if share is not None}
     if not known:
         return None, {}
@@ -433,5 +433,5 @@ def subtract(former: Fit, removed: Fit, *, signed: bool) -> Fit:
     mine = replace(former, curvature=curvature.narrowed(dtype))
     part = replace(removed, curvature=curvature.alike(removed.curvature).narrowed(dtype))
     fits: list[Fit] = []
-    curvature.processes.agreed(lambda: fits.append(mine.minus(part, signed=signed)))
+    curvature.processes.gather_results(lambda: fits.append(mine.minus(part, signed=signed)))
     return fits[0]

@@ -181,7 +181,7 @@ class ShardedPrecision(Precision):
             asked = digest([*batches.tensors(inputs), self.weights, self.prior.precision])
             return _Query(f"{what} {asked}", tuple(value.shape), value.dtype, undefined, value.requires_grad)
 
-        words = self.processes.agreed(attempt)
+        words = self.processes.gather_results(attempt)
         _compare(what, words)
         return self.processes.sum_(answers[0])
 

@@ -192,7 +192,7 @@ class OnlineLaplace(CheckedConstructor):
         self.rest = RestOfWeights.of(self.la, prior_prec_rest)
         # All processes of a group count now, and not when one of them asks for it.
         processes = Processes.of(group)
-        self._n_counted = None if processes is None else sum(processes.agreed(self._count))
+        self._n_counted = None if processes is None else sum(processes.gather_results(self._count))
         self.la.prior_precision = prior_in_structure(
             prior_prec_init, str(prior_structure), self.la.problem.layout, self.la.prior_mean, name="prior_prec_init"
         )
@@ -594,7 +594,7 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
         return None
 
     # A process may have no data.
-    outcomes = [find()] if processes is None else processes.agreed(find)
+    outcomes = [find()] if processes is None else processes.gather_results(find)
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")

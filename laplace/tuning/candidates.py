@@ -370,7 +370,7 @@ class Losses:
         if self.processes is None:
             attempt()
         else:
-            self._take([seen for seen in self.processes.agreed(attempt) if seen is not None])
+            self._take([seen for seen in self.processes.gather_results(attempt) if seen is not None])
 
     def _seen(self) -> _Seen:
         """Sums of scores of every candidate, whichever are predicted together here."""

@@ -15,7 +15,7 @@ class Alone(Processes):
 
     said: list[Any] = []  # noqa: RUF012
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         self.said.append(value)
         return [value, value]
 
@@ -28,25 +28,25 @@ def processes() -> Alone:
 
 def test_errors_between_passes_are_told(processes: Alone) -> None:
     def attempt() -> None:
-        with processes.passing():
+        with processes.collective_region():
             pass
         raise ValueError("a label")
 
     with pytest.raises(ValueError, match="a label"):
-        processes.agreed(attempt)
+        processes.gather_results(attempt)
     assert len(processes.said) == 1
 
 
 def test_an_error_within_a_pass_meets_no_call_of_the_others(processes: Alone) -> None:
     def attempt() -> None:
-        processes.in_step("a forward pass")
-        with processes.passing():
+        processes.barrier("a forward pass")
+        with processes.collective_region():
             raise ValueError("the network's own")
 
     for _ in range(2):
         with pytest.raises(ValueError, match="own"):
-            processes.agreed(attempt)
+            processes.gather_results(attempt)
     assert len(processes.said) == 2  # the steps
-    assert processes.agreed(lambda: 3) == [3, 3]  # later work is told again
-    with pytest.raises(ProcessError), processes.passing():  # outside of work that is agreed on
+    assert processes.gather_results(lambda: 3) == [3, 3]  # later work is told again
+    with pytest.raises(ProcessError), processes.collective_region():  # outside of work that is agreed on
         raise ProcessError

@@ -149,7 +149,7 @@ def refusals_reach_all_processes(rank: int) -> None:
     narrow = Laplace(model.double() if rank else model, "classification", "all", "diag")
     refused("rank 1.*dtypes", narrow, mine)
     with pytest.raises((AttributeError, TypeError) if rank else ProcessError, match=r"pickle|local object"):
-        _everyone().agreed(lambda: (lambda: 0) if rank else 0)
+        _everyone().gather_results(lambda: (lambda: 0) if rank else 0)
 
 
 def _everyone() -> Processes:

@@ -209,7 +209,7 @@ class NativeEngine(CurvatureEngine):
         n_data = len(capture.f)
         if capture.processes is None:
             return plan, n_data
-        said = capture.processes.in_step("its plan", (plan is not None, n_data))
+        said = capture.processes.barrier("its plan", (plan is not None, n_data))
         return (plan if all(known for known, _ in said) else None), max(count for _, count in said)
 
     def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:

@@ -84,8 +84,8 @@ class Capture:
             return self.as_it_was()
         if self.processes is None:
             return nullcontext()
-        self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
-        return self.processes.passing()
+        self.processes.barrier(f"{n_cotangents} backward passes to {n_inputs} tensors")
+        return self.processes.collective_region()
 
     @property
     def watched(self) -> bool:
@@ -189,12 +189,12 @@ def _recorded(
     stand_ins = problem.stand_ins(places) if processes is None else {}
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
     if processes is not None:
-        processes.in_step("a forward pass")
+        processes.barrier("a forward pass")
     # Parts that run again in a backward pass would not be observed there.
     observer = Observer(parameters, keep_graph=create_graph) if observed and keeps else None
     starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
-        nullcontext() if processes is None else processes.passing(),
+        nullcontext() if processes is None else processes.collective_region(),
         torch.no_grad() if starts_later else torch.enable_grad(),
         hooks_fire(problem.module, required=True)
         if create_graph
