@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +10,7 @@ import pytest
 
 from laplace.compat.paths import check_installation
 from laplace.errors import InstallationWarning, LaplaceWarning
-
-ROOT = Path(__file__).parents[2]
+from tests import fresh
 
 
 def install(folder: Path, name: str = "laplace_torch-0.3.dist-info") -> None:
@@ -23,29 +19,27 @@ def install(folder: Path, name: str = "laplace_torch-0.3.dist-info") -> None:
     (folder / name / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.partition('-')[0]}\n", "utf-8")
 
 
-def import_beside(folder: Path) -> subprocess.CompletedProcess[str]:
+def import_beside(folder: Path) -> fresh.Done:
     """Imports this library by the second line of a script, with a further folder of packages on the path."""
     script = folder / "script.py"
     script.write_text("import sys\nimport laplace\nprint(laplace.Laplace.__name__)\n", "utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
-    environment.pop("PYTHONWARNINGS", None)
-    return subprocess.run(
-        [sys.executable, str(script)], env=environment, cwd=folder, capture_output=True, text=True, check=True
-    )
+    (done,) = fresh.run(f"import runpy, sys; sys.path.append({str(folder)!r}); runpy.run_path({str(script)!r})")
+    assert done.status == 0, done.errors
+    return done
 
 
 def test_an_import_beside_laplace_torch_is_told_at_the_line_of_the_import(tmp_path: Path) -> None:
     install(tmp_path)
     done = import_beside(tmp_path)
-    assert done.stdout == "Laplace\n"
-    assert done.stderr.count("InstallationWarning") == 1
-    assert f"{tmp_path / 'script.py'}:2:" in done.stderr
-    assert "pip uninstall laplace-bayes laplace-torch" in done.stderr
+    assert done.output == "Laplace\n"
+    assert done.errors.count("InstallationWarning") == 1
+    assert f"{tmp_path / 'script.py'}:2:" in done.errors
+    assert "pip uninstall laplace-bayes laplace-torch" in done.errors
 
 
 def test_an_import_alone_says_nothing(tmp_path: Path) -> None:
     install(tmp_path, "laplace-0.1.0.dist-info")  # the name of this library's own distribution
-    assert import_beside(tmp_path).stderr == ""
+    assert import_beside(tmp_path).errors == ""
 
 
 @pytest.mark.parametrize("name", ["laplace_torch-0.2.2.2.dist-info", "laplace_torch-0.1a2.egg-info"])
