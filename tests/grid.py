@@ -11,6 +11,7 @@ from laplace import Laplace
 from laplace.likelihoods import LIKELIHOODS as NAMES
 from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES as REGISTRY
+from tests.pairs import turns
 
 WEIGHTS = ("all", "last_layer", "subnetwork")
 STRUCTURES = tuple(REGISTRY)
@@ -18,7 +19,7 @@ FIRST = ("full", "kron", "diag")
 CELLS = [(weights, structure) for weights in WEIGHTS for structure in FIRST]
 CELLS += [(WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES) if structure not in FIRST]
 """Every choice of weights with the three structures that differ most, and every other structure with one in turn."""
-TURNS = [(WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES)]
+TURNS = [(weights, structure) for structure, weights in turns(STRUCTURES, WEIGHTS)]
 """Every structure with one choice of weights in turn."""
 REREAD = tuple(name for name, structure in REGISTRY.items() if structure.n_passes > 1)
 DIAGONAL = [("all", "diag"), ("last_layer", "kron"), ("subnetwork", "full")]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from itertools import combinations
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -47,6 +47,13 @@ def covering(rows: Sequence[tuple[Hashable, ...]]) -> list[int]:
                 seen |= own
                 found.append(place)
     return sorted(found)
+
+
+def turns(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every one of the first values with one of the others by turns; all combinations where LAPLACE_TEST_ALL is set."""
+    if ALL:
+        return list(product(first, *others))
+    return [(value, *(other[i % len(other)] for other in others)) for i, value in enumerate(first)]
 
 
 def _values(item: pytest.Item) -> tuple[Hashable, ...]:

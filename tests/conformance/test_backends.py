@@ -21,6 +21,7 @@ from tests import problems as catalogue
 from tests.conformance.backend_table import PAGE, section
 from tests.conformance.backends import BACKENDS, PRIMITIVES, Backend, computed, engine_of, expected
 from tests.conformance.cases import FEW, WEIGHTS, Case, has_own_head, own_dense
+from tests.pairs import ALL
 from tests.reference.compare import assert_close
 from tests.reference.likelihoods import DENSITIES
 
@@ -37,7 +38,7 @@ def cells() -> list[Any]:
     for i, problem in enumerate(catalogue.PROBLEMS.values()):
         others = [w for w in WEIGHTS[1:] if w != "last_layer" or has_own_head(problem)]
         for j, backend in enumerate(BACKENDS.values()):
-            if problem.name not in FEW and (i + j) % 2:
+            if problem.name not in FEW and (i + j) % 2 and not ALL:
                 continue
             turn = "all" if (i + j) // 2 % 2 else others[(i + j) // 4 % len(others)]
             chosen = {"all", others[0], "mixed"} if problem.name in FEW else {turn}

@@ -19,6 +19,7 @@ from tests.conformance.cases import BACKENDS as NATIVE
 from tests.conformance.cases import FEW, STRUCTURE_NAMES, SUMMING, Case, cases, drawn, few, own_dense
 from tests.conformance.kron_truth import kron_truth
 from tests.conformance.test_predictions import latent_of
+from tests.pairs import turns
 from tests.reference.compare import assert_close
 
 
@@ -180,7 +181,7 @@ def test_memory_budget_changes_nothing(case: Case) -> None:
     check_budgets(case, backend=NATIVE[kind])
 
 
-@pytest.mark.parametrize(("name", "structure"), [(name, SPLIT[i % 3]) for i, name in enumerate(BACKENDS)])
+@pytest.mark.parametrize(("name", "structure"), turns(BACKENDS, SPLIT))
 def test_memory_budget_of_other_packages_changes_nothing(name: str, structure: str) -> None:
     case = Case(catalogue.get("mlp_classification"), structure, "mixed")
     backend, options = BACKENDS[name], dict(case.exactly.get("structure_kwargs", {}))

@@ -14,14 +14,15 @@ from laplace.errors import LaplaceError
 from laplace.structures import kronecker_eigenvectors
 from laplace.structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
-from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
+from tests.conformance.cases import Case, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import factored_names, kron_truth
+from tests.pairs import turns
 from tests.reference import corrected, kfac
 from tests.reference.compare import assert_close
 
 # Output sides without repeated eigenvalues, where the eigenvectors at a cut are defined.
 DISTINCT = catalogue.problems("kfac", "classification", without=("saturated", "ignored_labels"))
-TRUNCATED = cases(DISTINCT, ["all"], ["lowrank_kron"])
+DISTINCT_CASES = [Case(problem, "lowrank_kron", "all") for problem in DISTINCT]
 
 
 def expected(case: Case, exact: Tensor, kron: Tensor) -> Tensor:
@@ -49,9 +50,7 @@ def test_reduce(name: str) -> None:
     assert_close(own_dense(la), expected(case, case.dense(), kron_truth(case, "reduce")), "backend")
 
 
-@pytest.mark.parametrize(
-    ("case", "rank"), [(param.values[0], [1, 2, 5][i % 3]) for i, param in enumerate(TRUNCATED)], ids=str
-)
+@pytest.mark.parametrize(("case", "rank"), turns(DISTINCT_CASES, [1, 2, 5]), ids=str)
 def test_truncated(case: Case, rank: int) -> None:
     """Oversampling covers the sides, so that the search is exact."""
     problem, names = case.problem, truth(case.problem.name).names

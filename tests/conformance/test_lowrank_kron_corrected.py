@@ -16,7 +16,8 @@ from laplace.structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import kron_truth
-from tests.conformance.test_lowrank_kron import DISTINCT, TRUNCATED, decaying
+from tests.conformance.test_lowrank_kron import DISTINCT, DISTINCT_CASES, decaying
+from tests.pairs import turns
 from tests.reference import corrected, kfac
 from tests.reference.compare import assert_close
 
@@ -86,9 +87,7 @@ def test_reduce(name: str) -> None:
     check(case, fit(case, backend_kwargs={"kfac_approx": "reduce"}), approx="reduce")
 
 
-@pytest.mark.parametrize(
-    ("case", "rank"), [(param.values[0], [1, 2, 5, 1000][i % 4]) for i, param in enumerate(TRUNCATED)], ids=str
-)
+@pytest.mark.parametrize(("case", "rank"), turns(DISTINCT_CASES, [1, 2, 5, 1000]), ids=str)
 def test_equals_the_reference(case: Case, rank: int) -> None:
     """From factors and eigenvectors of its own; all of the eigenvectors of either side are candidates."""
     problem, names = case.problem, truth(case.problem.name).names

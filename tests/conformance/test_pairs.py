@@ -14,8 +14,9 @@ from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.heads import HeadBlock
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures.full import FullPrecision
-from tests.conformance.cases import KEPT, WEIGHTS, Case, by_turns, few, own_dense, truth
+from tests.conformance.cases import KEPT, WEIGHTS, Case, by_turns, few, own_dense, thinned, truth
 from tests.conformance.test_predictions import covariance_of, latent_of
+from tests.pairs import ALL
 from tests.reference import curvature, predictive
 from tests.reference.compare import assert_close
 
@@ -32,7 +33,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", by_turns(["full"], WEIGHTS))
+@pytest.mark.parametrize("case", thinned("full") if ALL else by_turns(["full"], WEIGHTS))
 def test_variances_by_pairs_are_those_of_the_dense_covariance(case: Case) -> None:
     la = case.fit(prior_precision=0.4)
     covariance = covariance_of(la)
@@ -46,7 +47,7 @@ def test_variances_by_pairs_are_those_of_the_dense_covariance(case: Case) -> Non
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", by_turns(["full", "block"], WEIGHTS))
+@pytest.mark.parametrize("case", thinned("full", "block") if ALL else by_turns(["full", "block"], WEIGHTS))
 def test_sums_by_pairs_are_those_of_the_dense_jacobian(case: Case) -> None:
     for kind in ("ggn", "ef"):
         la = case.fit(batch_size=4, kind=kind)
