@@ -113,32 +113,6 @@ def _squared_products(one: OrthogonalBasis, other: OrthogonalBasis) -> Tensor:
     return (widened(one.matrix()).mT @ widened(other.matrix())).square()
 
 
-def grids(blocks: Sequence[KronBlock], sides: Mapping[str, Side], factors: Mapping[str, Tensor]) -> tuple[Grid, ...]:
-    """The candidates of every tensor."""
-    return tuple(_grid(block, sides, factors) for block in blocks)
-
-
-def _grid(block: KronBlock, sides: Mapping[str, Side], factors: Mapping[str, Tensor]) -> Grid:
-    if block.kind != "kron":
-        return Grid(None)
-    output = sides[block.output].basis
-    inputs, n_inputs = _inputs(block.input, sides, factors)
-    pair, widths = (DenseBasis(output), inputs), (output.shape[1], n_inputs)
-    (left, right), (rows, columns) = (pair[::-1], widths[::-1]) if block.input_first else (pair, widths)
-    return Grid(ProductBasis(left, right, (len(output), rows, columns), not block.input_first))
-
-
-def _inputs(
-    key: str | None, sides: Mapping[str, Side], factors: Mapping[str, Tensor]
-) -> tuple[OrthogonalBasis | None, int]:
-    """Vectors of the input side, None for all rows of a table and of a bias, and its width."""
-    if key is None:
-        return None, 1
-    if key in sides:
-        return DenseBasis(sides[key].basis), sides[key].basis.shape[1]
-    return None, len(factors[key])
-
-
 # Low rank plus diagonal curvature of one tensor, and the log determinant of what its low rank adds to a diagonal.
 #
 # With c = s/δ and A = (I + c D)⁻¹ it is log det K of the small
@@ -181,16 +155,12 @@ class Part:
         return len(self.rest)
 
 
-def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
-    """Σ log det K over tensors for their c `[1]` or `[p]`, 0-dim, float64, differentiable in ratios and parts."""
-    pairs = [(part, widened(ratio)) for part, ratio in zip(parts, ratios, strict=True) if len(part.columns)]
-    if not pairs:
-        return widened(ratios[0].new_zeros(()))
-    some, of = zip(*pairs, strict=True)
-    if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
-        return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
-    grams = [part.columns.gram((ratio * _damped(part, ratio)).unsqueeze(0)) for part, ratio in pairs]
-    return _log_det(_cholesky(_inside(some, grams).squeeze(1)))
+def log_det_inside(parts: Sequence[Part], ratios: Tensor) -> Tensor:
+    """Σ log det K over tensors with one c each, `[n]`, 0-dim, float64, differentiable in these."""
+    some = [i for i, part in enumerate(parts) if len(part.columns)]
+    if not some:
+        return widened(ratios.new_zeros(()))
+    return _LogDetInside.apply(widened(ratios[some]), [parts[i] for i in some])[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 class _LogDetInside(torch.autograd.Function):
@@ -217,7 +187,7 @@ def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Te
     grams = [part.columns.gram_of(partial(_weights, part, c)) for part, c in zip(parts, ratios.unbind(), strict=True)]
     inside, slopes = _inside(parts, grams).unbind(1)
     factor = _cholesky(ratios.view(-1, 1, 1) * inside)
-    return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
+    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
 
 
 def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
@@ -231,11 +201,6 @@ def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
     return widened(torch.stack([weights, weights * damping]))
 
 
-def _damped(part: Part, ratios: Tensor) -> Tensor:
-    """S² A of the entries of a tensor, `[p]`, for c in as many dimensions, or one."""
-    return widened(part.scaling).square() / (1 + ratios * widened(part.rest))
-
-
 def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
     """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor, from its m Grams `[m, k, k]`, in one size by zeros, `[n, m, K, K]`."""
     rank = max(len(part.columns) for part in parts)
@@ -244,13 +209,12 @@ def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
     return stacked * (roots.unsqueeze(2) * roots.unsqueeze(1)).unsqueeze(1)
 
 
-def _log_det(factor: Tensor) -> Tensor:
-    """Σ log det K, 0-dim, of Cholesky factors `[n, K, K]`."""
-    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum()
-
-
 def _cholesky(inside: Tensor) -> Tensor:
-    """Cholesky factors of K, of K − I `[n, K, K]`."""
+    """Cholesky factors of K, of K − I `[..., K, K]`.
+
+    Raises:
+        CurvatureError: The prior is so small that a K is singular by rounding.
+    """
     factor = linalg.cholesky(inside + torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device))
     if factor is None:
         raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
@@ -364,28 +328,17 @@ class LowRankKronPrecision(Precision):
         return torch.cat([part.rest for part in self.parts])
 
     def logdet_ratio(self) -> Tensor:
-        ratios = self._scale / self.prior.precision
+        ratios, moves = self._scale / self.prior.precision, any(part.values.requires_grad for part in self.parts)
+        if moves or not self.prior.is_constant_per_tensor:
+            inside = 2 * torch.stack([solved.factor.diagonal().log().sum() for solved in self._solved]).sum()
+        else:
+            inside = log_det_inside(self.parts, ratios.expand(len(self.parts)))
         if not self.prior.is_constant_per_tensor:
-            return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
-        inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
+            return (ratios * self._rest).log1p().sum() + inside
         if self.pairs is not None:
             return self.pairs.log_det_ratio(self._scale, self.prior.precision) + inside
         sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
         return log_det_ratio(self._rest, ratios, sizes) + inside
-
-    def _inverse(self, part: Part, delta: Tensor) -> Tensor:
-        """B⁻¹, `[p]`, float64."""
-        return 1 / (widened(self._scale) * widened(part.rest) + widened(delta))
-
-    def _cholesky(self, part: Part, delta: Tensor) -> Tensor:
-        """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64."""
-        roots = (widened(self._scale) * part.values).sqrt()
-        gram = part.columns.gram(widened(part.scaling).square() * self._inverse(part, delta))
-        eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
-        factor = linalg.cholesky(eye + roots.unsqueeze(1) * gram * roots)
-        if factor is None:
-            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
-        return factor
 
     def quad(self, vectors: Tensor) -> Tensor:
         """By squares of few coordinates, half the work of a product."""
@@ -420,12 +373,15 @@ class LowRankKronPrecision(Precision):
 
     @cached_property
     def _solved(self) -> tuple[_Solved, ...]:
-        solved: list[_Solved] = []
-        for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
-            inverse = self._inverse(part, delta).expand(part.size)
-            factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
-            solved.append(_Solved(part, inverse, (widened(self._scale) * part.values).sqrt(), factor))
-        return tuple(solved)
+        return tuple(self._solve(part, delta) for part, delta in zip(self.parts, self.prior.per_block(), strict=True))
+
+    def _solve(self, part: Part, delta: Tensor) -> _Solved:
+        inverse = (1 / (widened(self._scale) * widened(part.rest) + widened(delta))).expand(part.size)
+        roots = (widened(self._scale) * part.values).sqrt()
+        if not len(roots):
+            return _Solved(part, inverse, roots, inverse.new_zeros(0, 0))
+        gram = part.columns.gram(widened(part.scaling).square() * inverse)
+        return _Solved(part, inverse, roots, _cholesky(roots.unsqueeze(1) * gram * roots))
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         if form == "joint":
@@ -611,7 +567,17 @@ class LowRankKronCurvature(Curvature):
     @property
     def grids(self) -> tuple[Grid, ...]:
         """The candidates of every tensor."""
-        return grids(self.blocks, self.sides, self.factors)
+        return tuple(Grid(self._candidates(block) if block.kind == "kron" else None) for block in self.blocks)
+
+    def _candidates(self, block: KronBlock) -> ProductBasis:
+        output, key = self.sides[block.output].basis, block.input
+        if key is not None and key in self.sides:
+            inputs, n_inputs = DenseBasis(self.sides[key].basis), self.sides[key].basis.shape[1]
+        else:  # all rows of a table, and of a bias
+            inputs, n_inputs = None, 1 if key is None else len(self.factors[key])
+        pair, widths = (DenseBasis(output), inputs), (output.shape[1], n_inputs)
+        (left, right), (rows, columns) = (pair[::-1], widths[::-1]) if block.input_first else (pair, widths)
+        return ProductBasis(left, right, (len(output), rows, columns), not block.input_first)
 
     def _carried(self, to: LowRankKronCurvature) -> tuple[Tensor, ...] | None:
         """The corrected eigenvalues in the candidates of another curvature."""
