@@ -155,12 +155,16 @@ class Part:
         return len(self.rest)
 
 
-def log_det_inside(parts: Sequence[Part], ratios: Tensor) -> Tensor:
-    """Σ log det K over tensors with one c each, `[n]`, 0-dim, float64, differentiable in these."""
-    some = [i for i, part in enumerate(parts) if len(part.columns)]
-    if not some:
-        return widened(ratios.new_zeros(()))
-    return _LogDetInside.apply(widened(ratios[some]), [parts[i] for i in some])[0]  # pyright: ignore[reportOptionalSubscript]
+def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
+    """Σ log det K over tensors for their c `[1]` or `[p]`, 0-dim, float64, differentiable in ratios and parts."""
+    pairs = [(part, widened(ratio)) for part, ratio in zip(parts, ratios, strict=True) if len(part.columns)]
+    if not pairs:
+        return widened(ratios[0].new_zeros(()))
+    some, of = zip(*pairs, strict=True)
+    if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
+        return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
+    grams = [part.columns.gram((ratio * _damped(part, ratio)).unsqueeze(0)) for part, ratio in pairs]
+    return _log_det(_cholesky(_inside(some, grams).squeeze(1)))
 
 
 class _LogDetInside(torch.autograd.Function):
@@ -187,7 +191,7 @@ def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Te
     grams = [part.columns.gram_of(partial(_weights, part, c)) for part, c in zip(parts, ratios.unbind(), strict=True)]
     inside, slopes = _inside(parts, grams).unbind(1)
     factor = _cholesky(ratios.view(-1, 1, 1) * inside)
-    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
+    return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
 
 
 def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
@@ -201,12 +205,22 @@ def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
     return widened(torch.stack([weights, weights * damping]))
 
 
+def _damped(part: Part, ratios: Tensor) -> Tensor:
+    """S² A of the entries of a tensor, `[p]`, for c in as many dimensions, or one."""
+    return widened(part.scaling).square() / (1 + ratios * widened(part.rest))
+
+
 def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
     """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor, from its m Grams `[m, k, k]`, in one size by zeros, `[n, m, K, K]`."""
     rank = max(len(part.columns) for part in parts)
     roots = torch.stack([pad(part.values.sqrt(), (0, rank - len(part.values))) for part in parts])
     stacked = torch.stack([pad(gram, (0, rank - gram.shape[-1]) * 2) for gram in grams])
     return stacked * (roots.unsqueeze(2) * roots.unsqueeze(1)).unsqueeze(1)
+
+
+def _log_det(factor: Tensor) -> Tensor:
+    """Σ log det K, 0-dim, of Cholesky factors `[n, K, K]`."""
+    return 2 * factor.diagonal(dim1=1, dim2=2).log().sum()
 
 
 def _cholesky(inside: Tensor) -> Tensor:
@@ -328,13 +342,10 @@ class LowRankKronPrecision(Precision):
         return torch.cat([part.rest for part in self.parts])
 
     def logdet_ratio(self) -> Tensor:
-        ratios, moves = self._scale / self.prior.precision, any(part.values.requires_grad for part in self.parts)
-        if moves or not self.prior.is_constant_per_tensor:
-            inside = 2 * torch.stack([solved.factor.diagonal().log().sum() for solved in self._solved]).sum()
-        else:
-            inside = log_det_inside(self.parts, ratios.expand(len(self.parts)))
+        ratios = self._scale / self.prior.precision
         if not self.prior.is_constant_per_tensor:
-            return (ratios * self._rest).log1p().sum() + inside
+            return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
+        inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
         if self.pairs is not None:
             return self.pairs.log_det_ratio(self._scale, self.prior.precision) + inside
         sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
