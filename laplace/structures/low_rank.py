@@ -216,6 +216,10 @@ class LowRankPrecision(Precision):
                 vectors @ basis.T @ self.subspace.core(self.weights).to(basis)
             ) @ basis + vectors * self.prior.diagonal()
         shrinking = self._solved.shrinking(exponent).to(basis)
+        if exponent == -1:  # as a preconditioner of many vectors, by few passes over them
+            variances = deviations.square()
+            scaled = vectors * variances
+            return torch.addcmul(scaled, ((scaled @ basis.T) @ shrinking) @ basis, variances, value=-1)
 
         def removed(white: Tensor) -> Tensor:
             return (((white * deviations) @ basis.T) @ shrinking) @ basis * deviations
