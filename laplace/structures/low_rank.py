@@ -40,7 +40,7 @@ from laplace.structures.base import (
     those_known,
 )
 from laplace.structures.cost import Cost
-from laplace.structures.linalg import bilinear, power_slope, whitened_power
+from laplace.structures.linalg import bilinear, power_slope
 from laplace.structures.precision import Form, Precision, VariancesOverPriors, one_by_one, require_positive
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
@@ -212,19 +212,15 @@ class LowRankPrecision(Precision):
         """P⁻¹ and its root by D^(−1/2) (I + Z ((1 + θ)^exponent − 1) Zᵀ)."""
         basis, deviations = self.subspace.basis, self._deviations
         if exponent == 1:
-            return (
-                vectors @ basis.T @ self.subspace.core(self.weights).to(basis)
-            ) @ basis + vectors * self.prior.diagonal()
+            core = self.subspace.core(self.weights).to(basis)
+            return ((vectors @ basis.T) @ core) @ basis + vectors * self.prior.diagonal()
         shrinking = self._solved.shrinking(exponent).to(basis)
-        if exponent == -1:  # as a preconditioner of many vectors, by few passes over them
-            variances = deviations.square()
-            scaled = vectors * variances
-            return torch.addcmul(scaled, ((scaled @ basis.T) @ shrinking) @ basis, variances, value=-1)
-
-        def removed(white: Tensor) -> Tensor:
-            return (((white * deviations) @ basis.T) @ shrinking) @ basis * deviations
-
-        return whitened_power(vectors, exponent, deviations, removed)
+        if exponent == -0.5:
+            removed = (((vectors * deviations) @ basis.T) @ shrinking) @ basis * deviations
+            return (vectors - removed) * deviations
+        variances = deviations.square()  # as a preconditioner of many vectors, by few passes over them
+        scaled = vectors * variances
+        return torch.addcmul(scaled, ((scaled @ basis.T) @ shrinking) @ basis, variances, value=-1)
 
     def diagonal_of_inverse(self) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
