@@ -161,7 +161,12 @@ class NoisyRealTarget(MomentTarget):
 
     @property
     def scores(self) -> Mapping[str, Score]:
-        return {"nll": self.nll, "crps": self.crps, "entropy": self.predictive_entropy}
+        """CRPS and entropy are those of Gaussians with the moments of y."""
+        return {
+            "nll": self.nll,
+            "crps": lambda _, summary, y, sigma: scores.gaussian_crps(*self.target_moments(*_pair(summary)), y),
+            "entropy": lambda _, summary, *__: scores.gaussian_entropy(self.target_moments(*_pair(summary))[1]),
+        }
 
     def nll(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """−Σ_c log p(y_c), by quadrature over s_c, given which y_c is Gaussian; without latents that of its moments."""
@@ -169,14 +174,6 @@ class NoisyRealTarget(MomentTarget):
         if covariance.ndim == mean.ndim:
             return scores.gaussian_nll(mean, covariance, y)
         return -_Pairs.of(mean, covariance).log_density(widened(y)).sum(-1).to(mean)
-
-    def crps(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Continuous ranked probability scores of Gaussians with the moments of y, summed over outputs."""
-        return scores.gaussian_crps(*self.target_moments(*_pair(summary)), y)
-
-    def predictive_entropy(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Differential entropy of Gaussians with the moments of y."""
-        return scores.gaussian_entropy(self.target_moments(*_pair(summary))[1])
 
     def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> tuple[Tensor, Tensor]:
         """E[y] and Var(y); for scores the latents with their covariances."""

@@ -372,22 +372,6 @@ class LabelTarget(Target):
 
     labels_vary = True
 
-    @property
-    def scores(self) -> Mapping[str, Score]:
-        return {"brier": self.brier, "confidence": self.confidence, "entropy": self.predictive_entropy}
-
-    @abstractmethod
-    def brier(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Squared distance between probabilities and labels."""
-
-    @abstractmethod
-    def confidence(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Probability of the most probable label."""
-
-    def predictive_entropy(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Entropy of the labels."""
-        return self.entropy_of(mean_of(summary))
-
     @abstractmethod
     def entropy_of(self, probabilities: Tensor) -> Tensor:
         """Entropy of labels with probabilities `[..., C]`, `[...]`."""
@@ -432,17 +416,13 @@ class ClassTarget(LabelTarget):
 
     @property
     def scores(self) -> Mapping[str, Score]:
-        return {**super().scores, "ece": self.binned_gaps}
-
-    def brier(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        return scores.class_brier(mean_of(summary), y, likelihood.ignore_index)
-
-    def confidence(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        return scores.class_confidence(mean_of(summary))
-
-    def binned_gaps(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Gaps between accuracy and confidence, `[..., B, M]`, whose sums over the data make the calibration error."""
-        return scores.binned_gaps(mean_of(summary), y, N_BINS)
+        """`"ece"` gives gaps between accuracy and confidence, `[..., B, M]`, whose sums make the calibration error."""
+        return {
+            "brier": lambda likelihood, p, y, _: scores.class_brier(mean_of(p), y, likelihood.ignore_index),
+            "confidence": lambda _likelihood, p, *_: scores.class_confidence(mean_of(p)),
+            "entropy": lambda _likelihood, p, *_: scores.class_entropy(mean_of(p)),
+            "ece": lambda _likelihood, p, y, _: scores.binned_gaps(mean_of(p), y, N_BINS),
+        }
 
     def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the most probable class, `[B, 1]`."""
@@ -467,11 +447,13 @@ class BinaryTarget(LabelTarget):
 
     kind = "binary"
 
-    def brier(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        return scores.binary_brier(mean_of(summary), y)
-
-    def confidence(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        return scores.binary_confidence(mean_of(summary))
+    @property
+    def scores(self) -> Mapping[str, Score]:
+        return {
+            "brier": lambda _likelihood, p, y, _: scores.binary_brier(mean_of(p), y),
+            "confidence": lambda _likelihood, p, *_: scores.binary_confidence(mean_of(p)),
+            "entropy": lambda _likelihood, p, *_: scores.binary_entropy(mean_of(p)),
+        }
 
     def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
         """Those of every label, `[B, C]`; of a probability of ½ each label is right as often as the other."""
@@ -512,15 +494,11 @@ class RealTarget(Target):
 
     @property
     def scores(self) -> Mapping[str, Score]:
-        return {"crps": self.crps, "entropy": self.predictive_entropy}
-
-    def crps(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Continuous ranked probability scores, summed over outputs (Gneiting and Raftery, 2007)."""
-        return scores.gaussian_crps(mean_of(summary), _noisy(summary, sigma), y)
-
-    def predictive_entropy(self, likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Differential entropy of outputs by themselves."""
-        return scores.gaussian_entropy(_noisy(summary, sigma))
+        """CRPS summed over outputs (Gneiting and Raftery, 2007), and the entropy of outputs by themselves."""
+        return {
+            "crps": lambda _, f, y, sigma: scores.gaussian_crps(mean_of(f), _noisy(f, sigma), y),
+            "entropy": lambda _likelihood, f, _, sigma: scores.gaussian_entropy(_noisy(f, sigma)),
+        }
 
     def decompose(self, rows: PosteriorOutputs) -> Decomposition:
         return of_gaussian(rows.per_row, rows.sigma_noise)
