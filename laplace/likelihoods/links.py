@@ -206,7 +206,9 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
     largest = 1e100 ** exponent_share(variance.dtype)
     centred, conditional = _condition_on_zero_sum(widened(mean).clamp(-largest, largest), variance, row_sums, eps)
     if normalise:
-        centred = centred / _excess(conditional, unit, n_classes).sqrt()
+        # The scale c = mean variance / √(C/2), in the original units, bounded away from zero.
+        excess = conditional.mean(1, keepdim=True) * unit / math.sqrt(n_classes / 2)
+        centred = centred / excess.clamp(min=1e-200 ** exponent_share(excess.dtype)).sqrt()
         unit = math.sqrt(n_classes / 2) / conditional.mean(1, keepdim=True)  # that of Σ/c, whatever the first one was
     log_constant = math.log(1 - 2 / n_classes) if n_classes > 2 else -math.inf
     peak = centred + torch.logsumexp(-centred, 1, keepdim=True) - 2 * math.log(n_classes)
@@ -235,35 +237,23 @@ def _condition_on_zero_sum(mean: Tensor, variance: Tensor, row_sums: Tensor, eps
     return centred, torch.maximum(conditional, floor)
 
 
-def _excess(conditional: Tensor, unit: Tensor, n_classes: int) -> Tensor:
-    """The scale c = mean variance / √(C/2), `[B, 1]`, in the original units, bounded away from zero."""
-    return (conditional.mean(1, keepdim=True) * unit / math.sqrt(n_classes / 2)).clamp(
-        min=1e-200 ** exponent_share(conditional.dtype)
-    )
+_SOFTMAX, _BOTH = ("softmax",), ("softmax", "sigmoid")
+_normalised_concentrations = partial(log_concentrations, normalise=True)
 
-
-_BOTH, _SOFTMAX = ("softmax", "sigmoid"), ("softmax",)
-
-LINKS.register("probit")(Link(lambda mean, covariance, g, *_: probit(mean, covariance, g), True, responses=_BOTH))
+LINKS.register("probit")(Link(lambda mean, cov, g, *_: probit(mean, cov, g), diagonal=True, responses=_BOTH))
 LINKS.register("mc")(Link(monte_carlo))
 LINKS.register("bridge")(
-    Link(
-        lambda mean, covariance, *_: bridge(mean, covariance),
-        responses=_SOFTMAX,
-        log_concentrations=log_concentrations,
-    )
+    Link(lambda mean, cov, *_: bridge(mean, cov), responses=_SOFTMAX, log_concentrations=log_concentrations)
 )
 LINKS.register("bridge_norm")(
     Link(
-        lambda mean, covariance, *_: bridge_norm(mean, covariance),
-        responses=_SOFTMAX,
-        log_concentrations=partial(log_concentrations, normalise=True),
+        lambda mean, cov, *_: bridge_norm(mean, cov), responses=_SOFTMAX, log_concentrations=_normalised_concentrations
     )
 )
 LINKS.register("delta")(
     Link(
-        lambda mean, covariance, *_: delta(mean, covariance),
-        elementwise=lambda mean, covariance, g, *_: delta_elementwise(mean, covariance, g),
+        lambda mean, cov, *_: delta(mean, cov),
+        elementwise=lambda mean, cov, g, *_: delta_elementwise(mean, cov, g),
         responses=_BOTH,
     )
 )
