@@ -102,7 +102,7 @@ def projected(
         centre = posterior.expansion_point
         deviations = posterior.prior.diagonal().detach().rsqrt()
         rows = _Rows(posterior, loader, kernel == "loss", deviations)
-        start = standard_normal((n_samples, len(centre)), centre, generator)
+        start = widened(standard_normal((n_samples, len(centre)), centre, generator))
         w, first, last, n_sweeps = start, None, None, 0
         bar = DataBar("project", range(max_sweeps), shown=progress_bar)
         for n_sweeps in range(1, max_sweeps + 1):  # noqa: B007
@@ -121,7 +121,7 @@ def projected(
         kept = w.square().sum(1) / norm
         residual = torch.where(first > 0, last / first, 0.0)
     _warn_of_rest(float(residual.max()), float(kept.mean()), tolerance, kernel, n_sweeps)
-    return Projected(centre + deviations * w, kept, residual, n_sweeps, posterior)
+    return Projected(centre + (deviations * w).to(centre), kept, residual, n_sweeps, posterior)
 
 
 def _warn_of_rest(residual: float, kept: float, tolerance: float, kernel: str, n_sweeps: int) -> None:
@@ -141,7 +141,7 @@ def _warn_of_rest(residual: float, kept: float, tolerance: float, kernel: str, n
 
 
 class _Rows:
-    """Rows R_b of all batches, in units of prior standard deviations, with the inverses of their Gram matrices."""
+    """Rows R_b of all batches, in units of prior standard deviations, with inverses of their Gram matrices; float64."""
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], of_loss: bool, deviations: Tensor) -> None:
         self.posterior, self.loader, self.of_loss, self.deviations = posterior, loader, of_loss, deviations
@@ -150,11 +150,11 @@ class _Rows:
         kept: list[Tensor] = []
         n_bytes = 0
         for rows in self._computed():
-            wide = widened(rows)
-            values, vectors = torch.linalg.eigh(wide @ wide.T)
-            floor = values[-1].clamp(min=0) * len(values) * torch.finfo(rows.dtype).eps
+            values, vectors = torch.linalg.eigh(rows @ rows.T)
+            rounding = max(torch.finfo(deviations.dtype).eps ** 2, torch.finfo(rows.dtype).eps)
+            floor = values[-1].clamp(min=0) * len(values) * rounding
             inverse = torch.where(values > floor, 1 / values, 0.0)
-            self._inverses.append(((vectors * inverse) @ vectors.T).to(rows))
+            self._inverses.append((vectors * inverse) @ vectors.T)
             n_bytes += rows.numel() * rows.element_size()
             if n_bytes <= _KEPT_BYTES:
                 kept.append(rows)
@@ -187,10 +187,10 @@ class _Rows:
                 require_none(jacobian.positions, "la.projected", "Use la.sample, or la(x, pred_type='nn')")
                 targets = y[done : done + len(f)]
                 done += len(f)
-                gradient = likelihood.gradient(f, engine.checked(f, targets)) if self.of_loss else None
+                gradient = widened(likelihood.gradient(f, engine.checked(f, targets))) if self.of_loss else None
                 start = 0
                 for piece in jacobian.pieces():
                     part = slice(start, start + len(piece))
                     start += len(piece)
-                    own = piece.to(self.deviations) * self.deviations
+                    own = widened(piece) * widened(self.deviations)
                     yield own.flatten(0, 1) if gradient is None else (gradient[part].unsqueeze(1) @ own).squeeze(1)
