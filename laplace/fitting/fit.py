@@ -476,10 +476,12 @@ class _Readings:
     first_batch: DeterminismCheck | None
     content: ContentReader | None
     memory: MemoryCheck | None
+    number: int = 1  # of the reading
+    first_sums: BatchSummary | None = None  # of the first reading, after it
+    draws: Tensor | None = None  # state of the engine's generator before a reading
 
     def fit(self) -> Fit:
         engine, resume = self.engine, self.options.resumable
-        self.number, self.first_sums = 1, None  # the reading, and the sums of the first one
         self.draws = None if engine.generator is None else engine.generator.get_state()
         if self.options.processes is not None:
             with suppress(InvalidData):  # there are no sums yet: this refuses a pass that does not add up over shards
