@@ -193,6 +193,22 @@ def passes(setting: Setting, n_data: int, n_samples: int, device: torch.device) 
     return Job(run, plain)
 
 
+def drawn_function(setting: Setting, weights: str, device: torch.device) -> Job:
+    """A function drawn from the posterior, against a pass of the network."""
+    model, batches = setting(device)
+    la, x = work.fitted(model, batches, weights, "diag"), batches[0][0]
+    (function,) = la.draw(1)
+    return Job(lambda _: function(x), torch.no_grad()(partial(model, x)))
+
+
+def influences(setting: Setting, n_queries: int, device: torch.device) -> Job:
+    """Influence of all data of a fit on the loss at some of them."""
+    model, batches = setting(device)
+    la = work.fitted(model, batches, "all", "ekfac")
+    x, y = (torch.cat(column)[:n_queries] for column in zip(*batches, strict=True))
+    return Job(lambda _: la.influence(batches, x, y))
+
+
 # Evidence and tuning.
 
 
@@ -685,6 +701,11 @@ def _all_layers() -> list[Case]:
     ):
         job = partial(sampled, setting, n_data, structure, n_samples)
         lines.append(Case(f"nn, {n_samples} samples, {name}, {structure}", target, "× loop", job))
+    for weights, target in (("all", 3.2), ("last_layer", 1.2)):
+        job = partial(drawn_function, mlp(784, 256, 128, 64, 10, n_data=4096, batch=4096), weights)
+        lines.append(Case(f"drawn function, MLP 784-…, {weights}", target, "× pass", job))
+    pairs = partial(influences, mlp(784, 256, 10, n_data=5000, batch=250), 500)
+    lines.append(Case("influence of 5,000 data on 500 queries, MLP 784-256-10, ekfac", 60.0, "s", pairs))
     return lines
 
 

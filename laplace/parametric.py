@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from laplace.predictive.acquisition import Acquired, AcquisitionScore
     from laplace.predictive.projected import KernelOf, Projected
     from laplace.refinement.conformal import Conformal, ConformalMethod
+    from laplace.refinement.influence import Influence, LabelErrors
     from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.structures.krylov import SolveReport
     from laplace.tuning.group import PosteriorGroup
@@ -1110,6 +1111,62 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         from laplace.posterior.combining import saliency
 
         return saliency(self.snapshot())
+
+    @checked
+    def influence(
+        self,
+        loader: Iterable[Any],
+        x: Inputs,
+        y: Tensor,
+        *,
+        top: int | None = None,
+        damping: float | Tensor | None = None,
+        progress_bar: bool = False,
+    ) -> Influence:
+        """How every training input influences the loss at B other inputs: s = g_qᵀ P⁻¹ g_i, in nats.
+
+        Without the training input i the query's loss would be larger by about s, one Newton step (Koh and Liang, 2017;
+        Grosse et al., 2023). `"ekfac"` and `"kron"` take any network, `"full"` is exact for the GGN, and
+        `"matrix_free"` solves with the exact GGN by conjugate gradients, whose residual `la.solve_reports` has.
+
+        Args:
+            loader: Training data, N of them.
+            x: B query inputs.
+            y: Their targets.
+            top: Return the k scores of largest size only, by which memory does not grow with N.
+            damping: Prior precision in P instead of the posterior's, which is often small.
+            progress_bar: Show a progress bar.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: `top` or `damping` is not positive.
+            InvalidData: No data, or data that cannot be used.
+            ModelChangedError: The network was trained further after `fit`.
+            UnsupportedError: A posterior that is spread over processes, or fitted to data with weights.
+        """
+        from laplace.refinement.influence import influence
+
+        return influence(self.snapshot(), loader, x, y, top=top, damping=damping, progress_bar=progress_bar)
+
+    @checked
+    def label_errors(self, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
+        """Ranks training inputs by how suspicious their targets are, by their self-influence gᵀ P⁻¹ g.
+
+        An input whose target contradicts the others has a large gradient in directions that they do not determine.
+
+        Args:
+            loader: Training data.
+            progress_bar: Show a progress bar.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidData: No data, or data that cannot be used.
+            ModelChangedError: The network was trained further after `fit`.
+            UnsupportedError: As of `influence`.
+        """
+        from laplace.refinement.influence import label_errors
+
+        return label_errors(self.snapshot(), loader, progress_bar=progress_bar)
 
     # Fits by hand: a loop of your own instead of `fit`.
 

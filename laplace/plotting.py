@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.core.scores import quantile_shares
 from laplace.errors import InvalidArgument, MissingDependency
@@ -138,7 +138,13 @@ def score_histogram(ax: Axes, scores: Mapping[str, Tensor], xlabel: str = "confi
 
 
 def regression_band(
-    ax: Axes, x: Tensor, mean: Tensor, var: Tensor, noise_var: float = 0.0, data: tuple[Tensor, Tensor] | None = None
+    ax: Axes,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    noise_var: float = 0.0,
+    data: tuple[Tensor, Tensor] | None = None,
+    functions: Sequence[nn.Module] = (),
 ) -> Axes:
     """Draws a mean with two standard deviations of the function, and around it of the target.
 
@@ -149,6 +155,7 @@ def regression_band(
         var: Latent variance `[B]`, `[B, 1]` or `[B, 1, 1]`, in squared units of the target.
         noise_var: Variance σ² of the observation noise, in squared units of the target; 0 draws one band only.
         data: Inputs and targets to show as points.
+        functions: Functions to show as lines, those of `la.draw(n)`, which take inputs `[B, 1]`.
     """
     inputs, order = x.detach().flatten().cpu().sort()
     centre, spread = mean.detach().flatten().cpu()[order], var.detach().flatten().cpu()[order]
@@ -158,6 +165,9 @@ def regression_band(
             low, high = (centre - half).tolist(), (centre + half).tolist()
             ax.fill_between(inputs.tolist(), low, high, color=COLOURS[1], alpha=alpha, linewidth=0, label=label)
     ax.plot(inputs.tolist(), centre.tolist(), color=COLOURS[1], label="mean")
+    for i, function in enumerate(functions):
+        values = function(x.detach().reshape(-1, 1)).detach().flatten().cpu()[order]
+        ax.plot(inputs.tolist(), values.tolist(), color=COLOURS[0], lw=0.7, label=None if i else "drawn functions")
     if data is not None:
         points = [values.detach().flatten().cpu().tolist() for values in data]
         ax.plot(*points, ".", color="0.2", ms=4, label="data", zorder=3)

@@ -28,7 +28,7 @@ from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
-from laplace.predictive.latent import jacobians, shifted
+from laplace.predictive.drawn import draw, values_of
 from laplace.predictive.predict import Predictor
 
 
@@ -323,9 +323,8 @@ class FunctionSamples(SamplePath):
             raise UnsupportedError("function samples of a model with batches of observations; condition it on one set.")
         self.model, self.sample_shape = model, torch.Size(sample_shape)
         self._posterior = model.la.snapshot()
+        self._functions = draw(self._posterior, self.sample_shape.numel(), None, linearised=True)
         with torch.no_grad():
-            thetas = self._posterior.sampler()(self.sample_shape.numel(), None)
-            self._steps = thetas - self._posterior.expansion_point
             self._update = self._updates(model._observed)
 
     def set_ensemble_as_batch(self, ensemble_as_batch: bool) -> None:
@@ -376,7 +375,7 @@ class FunctionSamples(SamplePath):
     def _updates(self, observed: _Observed | None) -> Tensor:
         """(k(X, X) + N)⁻¹ (Y − f_s(X) − ε_s) of every function, `[S, n·m]`; zero without observations."""
         if observed is None:
-            return widened(self._steps.new_zeros(len(self._steps), 0))
+            return widened(self._posterior.expansion_point.new_zeros(len(self._functions), 0))
         _, covariance = self.model._joint(observed.X, self._posterior)
         f = self._prior(observed.X)
         f = f + observed.noise.sqrt() * torch.randn_like(f)
@@ -384,13 +383,8 @@ class FunctionSamples(SamplePath):
 
     def _prior(self, X: Tensor) -> Tensor:
         """f(x, θ*) + J (θ_s − θ*) at X `[*batch, n, d]`, `[S, *batch, n, m]`, float64."""
-        self._posterior.check_unchanged()
-        x = X.reshape(-1, X.shape[-1]).to(self._steps)
-        graph = torch.is_grad_enabled() and X.requires_grad
-        with autograd_mode(), torch.set_grad_enabled(graph):
-            pieces = shifted(jacobians(self._posterior.engine, x, None, create_graph=graph), None)
-            values = torch.cat([f + jacobian.apply(self._steps) for jacobian, f in pieces], 1)
-        return widened(values).to(X.device).unflatten(1, X.shape[:-1])
+        x = X.reshape(-1, X.shape[-1]).to(self._posterior.expansion_point)
+        return widened(values_of(self._functions, x)).to(X.device).unflatten(1, X.shape[:-1])
 
 
 @DrawMatheronPaths.register(LaplaceModel)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from laplace.core.batch import WeightFn
+    from laplace.predictive.drawn import DrawnFunction
 
 VERSION = 1
 """Version of the format of state dicts."""
@@ -381,6 +382,22 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         chosen = _drawn_components(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
+
+    @checked
+    def draw(
+        self, n: int, *, generator: torch.Generator | None = None, linearised: bool = True
+    ) -> tuple[DrawnFunction, ...]:
+        """Functions of the mixture: a component with probability π_k, then a function of its Gaussian.
+
+        Arguments and errors are those of `ParametricLaplace.draw`.
+        """
+        check_counts(n=n)
+        chosen = _drawn_components(self.weights, n, generator).tolist()
+        functions = {
+            k: iter(self.components[k].draw(chosen.count(k), generator=generator, linearised=linearised))
+            for k in sorted(set(chosen))
+        }
+        return tuple(next(functions[k]) for k in chosen)
 
     def _require_unsharded(self, what: str) -> None:
         for la in self.components:

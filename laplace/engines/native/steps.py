@@ -32,8 +32,8 @@ def weights_of(args: tuple[Any, ...]) -> Sequence[Tensor]:
     return () if training and dropout > 0 and n_layers > 1 else weights
 
 
-def run_recurrent(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur) -> tuple[Tensor, ...]:
-    """Outputs and last states of one of `CELLS`."""
+def run_recurrent(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur | None = None) -> tuple[Tensor, ...]:
+    """Outputs and last states of one of `CELLS`; `recur` is told of its recurrent products."""
     x, first, weights, biased, n_layers, _, _, bidirectional, batch_first = args
     states: State = tuple(first) if name == "lstm" else (first,)
     projected = len(states) == 2 and states[0].shape[2] != states[1].shape[2]
@@ -78,11 +78,14 @@ def _one_way(
     projection: Tensor | None,
     backwards: bool,
     linear: Linear,
-    recur: Recur,
+    recur: Recur | None,
 ) -> tuple[Tensor, State]:
     given = linear(x, weights[0], biases[0])  # [B, T, gates]
-    offsets = torch.zeros_like(given).requires_grad_()
-    shifts = None if projection is None else x.new_zeros(*x.shape[:2], len(projection)).requires_grad_()
+    offsets = torch.zeros_like(given)
+    shifts = None if projection is None else x.new_zeros(*x.shape[:2], len(projection))
+    if recur is not None:
+        offsets.requires_grad_()
+        shifts = None if shifts is None else shifts.requires_grad_()
     order = range(x.shape[1] - 1, -1, -1) if backwards else range(x.shape[1])
     inputs, added, shifted = given.unbind(1), offsets.unbind(1), None if shifts is None else shifts.unbind(1)
     products: list[Tensor] = []
@@ -99,8 +102,9 @@ def _one_way(
             projections.append(F.linear(state[0], projection))
             state = (projections[-1] + shifted[t], *state[1:])
         after[t] = state[0]
-    recur(_in_order(before), weights[1], biases[1], offsets, products)
-    if projection is not None and shifts is not None:
+    if recur is not None:
+        recur(_in_order(before), weights[1], biases[1], offsets, products)
+    if recur is not None and projection is not None and shifts is not None:
         recur(_in_order(unprojected), projection, None, shifts, projections)
     return _in_order(after), state
 

@@ -1,0 +1,208 @@
+"""Functions drawn from a posterior, as modules: the network at sampled weights, linearised or as it is.
+
+    f_s(x) = f(x, θ*) + J(x) (θ_s − θ*),    θ_s ~ N(θ̂, P⁻¹)
+
+θ_s is drawn once, so that one function is the same at all inputs and in all calls: over draws, cov(f_s(x), f_s(x')) =
+J(x) P⁻¹ J(x')ᵀ, the joint covariance of the linearised network (Immer et al., 2021, equation 10; as functions: Magnani
+et al., 2025). J(x) v is the derivative of f in a direction, by forward-mode differentiation beside the forward pass:
+its cost is independent of the number of outputs, and no Jacobian is held. Of a last layer only the head has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
+
+from laplace.core.batch import Inputs
+from laplace.core.positions import as_returned
+from laplace.engines.native.steps import CELLS, run_recurrent, weights_of
+from laplace.errors import UnsupportedError
+from laplace.network.fsdp import require_unsharded
+from laplace.network.model_guard import model_lock, own_precision
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.sampled import refuse_refined
+from laplace.weights.problem import Caller
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp  # which forward mode loads, and which uses what PyTorch deprecates
+
+_AT_ONCE = 64
+"""Functions whose derivatives one pass computes, where many are asked for together."""
+
+
+class DrawnFunction(nn.Module):
+    """A function drawn from a posterior: `la.draw(n)` gives n of them.
+
+    It takes the inputs that `la(x)` takes and returns what the network returns, `[B, C]` or outputs at positions. It
+    holds a copy of the network as it was at the fit, which all functions of one call share, and weights of its own; so
+    it needs neither the posterior nor the network any more. It can be differentiated with respect to x, pickled,
+    passed to `torch.compile(fullgraph=True)` and, for batches of one size, to `torch.export.export`; `export` makes a
+    module for batches of any size. It is always in evaluation mode.
+
+    Args:
+        network: How the copied network is called.
+        steps: θ_s − θ* of every tensor with random entries, by its name in the network.
+        linearised: Whether the network is linearised at θ*.
+        tied: Whether a tensor that has several names changes under all of them.
+    """
+
+    def __init__(self, network: Caller, steps: Mapping[str, Tensor], *, linearised: bool, tied: bool) -> None:
+        super().__init__()
+        self.network = network
+        self.linearised, self.tied = linearised, tied
+        self._names = tuple(f"module.{name}" for name in steps)
+        for i, step in enumerate(steps.values()):
+            self.register_buffer(f"step_{i}", step)
+        self._by_products = any(isinstance(module, _WITHOUT_DIRECTION) for module in network.modules())
+        self.eval()
+
+    def train(self, mode: bool = True) -> DrawnFunction:
+        """Changes nothing: a function has no dropout."""
+        return super().train(False)
+
+    def forward(self, x: Inputs) -> Tensor:
+        """Values of the function at x, `[B, C]`, or as the network's outputs are laid out.
+
+        Raises:
+            UnsupportedError: An operation of the network has no derivative in a direction.
+        """
+        return self._at(x, {name: getattr(self, f"step_{i}") for i, name in enumerate(self._names)})
+
+    def _at(self, x: Inputs, steps: dict[str, Tensor]) -> Tensor:
+        weights = {name: self.network.get_parameter(name) for name in self._names}
+
+        def run(tensors: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.network, tensors, (x,), tie_weights=self.tied)
+
+        if not self.linearised:
+            return run({name: weights[name] + steps[name] for name in weights})
+        try:
+            with sdpa_kernel(SDPBackend.MATH), _ByProducts() if self._by_products else nullcontext():
+                f, moved = jvp(run, (weights,), (steps,))[:2]
+        except RuntimeError as error:  # of PyTorch's operations without one, or of a user's autograd.Function
+            if not any(word in str(error) for word in ("forward AD", "setup_context", "jvp")):
+                raise
+            reason = str(error).split(". ")[0].splitlines()[0]
+            raise UnsupportedError(
+                f"the network cannot be differentiated in a direction of its weights ({reason}): take "
+                "linearised=False, or subset_of_weights='last_layer'; an autograd.Function of your own needs "
+                "setup_context and jvp."
+            ) from error
+        return f + moved
+
+    def export(self, example_x: Inputs) -> nn.Module:
+        """The function as a plain PyTorch module for batches of any size, that needs this library no longer.
+
+        It is like the result of `la.export`: traced at `example_x`, checked against the function there, and accepted by
+        `torch.export.export` with a dynamic batch dimension, `torch.onnx.export` and `torch.compile(fullgraph=True)`.
+
+        Args:
+            example_x: Inputs of at least one datum.
+
+        Raises:
+            InvalidData: No data, or a key that cannot be the name of an argument.
+            UnsupportedError: The function cannot be traced, or its graph depends on the batch.
+        """
+        from laplace.deployment.export import exported
+
+        return exported(self, example_x, None, {})
+
+
+def values_of(functions: Sequence[DrawnFunction], x: Inputs) -> Tensor:
+    """Values of the functions of one call at x, `[S, B, C]`; the network runs once for many of them, if vmap can."""
+    first = functions[0]
+    steps = {
+        name: torch.stack([getattr(function, f"step_{i}") for function in functions])
+        for i, name in enumerate(first._names)
+    }
+    try:
+        return vmap(first._at, in_dims=(None, 0), chunk_size=_AT_ONCE)(x, steps)
+    except RuntimeError:  # of what vmap has no rule for; a fault of the network is raised again
+        return torch.stack([function(x) for function in functions])
+
+
+_WITHOUT_DIRECTION = nn.RNNBase | nn.MultiheadAttention | ParametrizationList
+
+
+class _ByProducts(TorchFunctionMode):
+    """Runs layers by operations that have a derivative in a direction: recurrent ones step by step.
+
+    PyTorch takes its fused encoder layers only where no mode is active.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in CELLS and weights_of(args):
+            return run_recurrent(name, args, F.linear)
+        if name == "_weight_norm":
+            v, g, dim = args
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return func(*args, **(kwargs or {}))
+
+
+def draw(
+    posterior: Posterior, n: int, generator: torch.Generator | None, *, linearised: bool
+) -> tuple[DrawnFunction, ...]:
+    """Functions of a posterior.
+
+    Raises:
+        NotFittedError: Before a fit.
+        ModelChangedError: The network is no longer that of the fit.
+        UnsupportedError: A posterior without weights, or with shares of them; a refined one that is not linearised; a
+            network that cannot be copied.
+    """
+    posterior.require_fitted()
+    posterior.refuse_sharded("draws of functions")
+    problem = posterior.problem
+    require_unsharded(problem.module, "a function that is drawn holds a copy of the network")
+    if not linearised:
+        refuse_refined(posterior.refined_step, problem)
+    posterior.check_unchanged()
+    with torch.no_grad(), own_precision():
+        # An assigned mean is that of samples of the weights alone, as in predictions.
+        centre = posterior.mean if linearised else posterior.expansion_point
+        steps = posterior.sampler()(n, generator).detach() - centre
+        if linearised and posterior.refined_step is not None:
+            steps += posterior.refined_step
+        network = Caller(_copied(problem.module), as_returned(problem.forward_fn)).requires_grad_(False)
+        rows = dict(zip(problem.slots, steps.split(problem.layout.sizes, 1), strict=True))
+        tensors = {
+            slot.name: slot.place(part).view(n, *slot.shape).to(problem.tensor(slot.name))
+            for slot, part in rows.items()
+        }
+    for name, module in problem.module.named_modules():
+        key = f"{name}.weight".lstrip(".")
+        if linearised and isinstance(module, nn.Embedding) and module.padding_idx is not None and key in tensors:
+            tensors[key][:, module.padding_idx] = 0  # whose row autograd gives no gradient, and predictions no variance
+    return tuple(
+        DrawnFunction(
+            network,
+            {name: parts[s].clone() for name, parts in tensors.items()},
+            linearised=linearised,
+            tied=problem.head is None,
+        )
+        for s in range(n)
+    )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    with model_lock(module):
+        try:
+            return copy.deepcopy(module)
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedError(
+                f"the network cannot be copied, so that functions could be drawn that hold it: {error} Modules of "
+                "torch.nn.utils.parametrizations can be, those of the older torch.nn.utils.weight_norm cannot."
+            ) from error

@@ -1,0 +1,197 @@
+"""Influence of training inputs on the loss at other inputs, and on their own, from one fit.
+
+Without the input i the mode of the posterior moves by about P⁻¹ g_i, one Newton step, so that the loss at a query
+input q rises by
+
+    s(q, i) = g_qᵀ P⁻¹ g_i,    g = ∂ℓ/∂θ
+
+(Hampel, 1974; Koh and Liang, 2017; with Kronecker factors and their corrected eigenvalues Grosse et al., 2023). P is
+the posterior precision, the sum over all data and not their mean, so that scores are in nats; the prior precision is
+the damping. P⁻¹ g_q is solved once for every query, in the form of the structure: in the eigenbases of Kronecker
+factors, or for `matrix_free` by conjugate gradients with the exact GGN. A training input meets it as the factors of
+its gradient, Σ_t b_t ⊗ a_t for every layer; its gradient is never multiplied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.arguments import check_counts
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.progress import DataBar
+from laplace.engines.native.kinds import EFEngine
+from laplace.errors import InvalidData, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.checks import for_each
+from laplace.network import next_token
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.predict import Predictor
+
+_AT_ONCE = 64
+"""Queries that meet the factors of a batch at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """How training inputs influence the loss at B query inputs: `la.influence(train_loader, x, y)`.
+
+    Attributes:
+        scores: `[B, N]`, in the order of the loader: by about how many nats the query's loss would be larger without
+            the training input. Positive: it helps; negative: it harms. With `top` the k largest in size, `[B, k]`.
+        indices: Places of these inputs in the loader, `[B, k]`; None for all of them.
+    """
+
+    scores: Tensor
+    indices: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LabelErrors:
+    """Training inputs by how suspicious their targets are: `la.label_errors(loader)`.
+
+    Attributes:
+        indices: Places in the loader, `[N]`, the most suspicious first.
+        self_influence: gᵀ P⁻¹ g of every input, `[N]`, in the order of the loader.
+        loss: Its loss, `[N]`, by which inputs are often ranked instead.
+    """
+
+    indices: Tensor
+    self_influence: Tensor
+    loss: Tensor
+
+
+def influence(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    x: Inputs,
+    y: Tensor,
+    *,
+    top: int | None = None,
+    damping: float | Tensor | None = None,
+    progress_bar: bool = False,
+) -> Influence:
+    """Influence of every input of a loader on the loss at x, y.
+
+    Raises:
+        NotFittedError: Before a fit.
+        InvalidArgument: `top` or `damping` is not positive.
+        InvalidData: No data, or data that cannot be used.
+        UnsupportedError: A sharded posterior, or one with weighted data.
+    """
+    if top is not None:
+        check_counts(top=top)
+    gradients = _Gradients.of(posterior, "influence")
+    at = posterior if damping is None else posterior.assigned(prior_precision=damping)
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        asked = gradients.counted((x, y))
+        if asked is None:
+            raise InvalidData("all labels of y are ignored; give some that count.")
+        solved = at.precision().solve(gradients.of_batch(*asked)[0].dense()[:, 0])
+        parts: list[tuple[Tensor, Tensor]] = []
+        n_seen = 0
+        for jacobian, _ in gradients.of_loader(loader, "influence", progress_bar=progress_bar):
+            scores = torch.cat([jacobian.apply(some)[..., 0] for some in solved.split(_AT_ONCE)])
+            n_data = jacobian.n_data
+            parts.append((scores, torch.arange(n_seen, n_seen + n_data, device=scores.device).expand_as(scores)))
+            n_seen += n_data
+            if top is not None:
+                parts = [_largest(parts, top)]
+        scores, places = (torch.cat(column, 1) for column in zip(*parts, strict=True))
+    return Influence(scores, None if top is None else places)
+
+
+def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, Tensor]:
+    """The k scores of largest size with their places, in descending order of size."""
+    scores, places = (torch.cat(column, 1) for column in zip(*parts, strict=True))
+    order = scores.abs().topk(min(top, scores.shape[1]), 1).indices
+    return scores.gather(1, order), places.gather(1, order)
+
+
+def label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
+    """Inputs of a loader by their self-influence.
+
+    Raises:
+        NotFittedError: Before a fit.
+        InvalidData: No data, or data that cannot be used.
+        UnsupportedError: A sharded posterior, or one with weighted data.
+    """
+    gradients = _Gradients.of(posterior, "label_errors")
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        precision = posterior.precision()
+        parts = [
+            (precision.variance(jacobian, "diagonal")[:, 0], loss)
+            for jacobian, loss in gradients.of_loader(loader, "label errors", progress_bar=progress_bar)
+        ]
+        scores, losses = (torch.cat(column) for column in zip(*parts, strict=True))
+    return LabelErrors(scores.argsort(descending=True, stable=True), scores, losses)
+
+
+@dataclass(frozen=True, eq=False)
+class _Gradients:
+    """Gradients of the loss of inputs, over σ²T, as Jacobians of one output: the loss.
+
+    Attributes:
+        posterior: A fitted posterior.
+        engine: Pulls gradients of the loss back.
+        scale: 1/(σ²T), of every output where they differ.
+    """
+
+    posterior: Posterior
+    engine: EFEngine
+    scale: Tensor
+
+    @classmethod
+    def of(cls, posterior: Posterior, what: str) -> _Gradients:
+        posterior.require_fitted()
+        posterior.refuse_sharded(what)
+        if posterior.map_fit.is_weighed:
+            raise UnsupportedError(
+                f"{what} of a fit whose data have weights of their own (weight_fn=, dict_key_weight=): fit without "
+                "them; class weights, Categorical(class_weight=...), are supported."
+            )
+        posterior.check_unchanged()
+        engine = EFEngine(posterior.problem, posterior.likelihood, replace(posterior.engine.options, stochastic=False))
+        hypers = posterior.hypers
+        scale = posterior.likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature)
+        return cls(posterior, engine, scale.detach())
+
+    def of_loader(self, loader: Iterable[Any], label: str, *, progress_bar: bool) -> Iterator[tuple[Jacobian, Tensor]]:
+        """Gradients and losses of every batch; inputs whose labels are ignored are left out."""
+        bar, n_data = DataBar(label, loader, shown=progress_bar), 0
+        for number, item in enumerate(loader):
+            with named(f"batch {number}"):
+                counted = self.counted(item)
+                if counted is None:
+                    continue
+                part = self.of_batch(*counted)
+            yield part
+            n_data += part[0].n_data
+            bar.add(part[0].n_data)
+        bar.close()
+        if not n_data:
+            raise InvalidData("the loader gave no data, or all are ignored; give the data of the fit.")
+
+    def counted(self, item: Any) -> tuple[Inputs, Tensor] | None:
+        """Inputs and targets of a batch, without ignored ones; None if there are none."""
+        problem, rules = self.engine.problem, self.engine.target_rules
+        return next_token.counted(item, self.posterior.choices.dict_key_y, problem.device, rules, problem.module)
+
+    def of_batch(self, x: Inputs, y: Tensor) -> tuple[Jacobian, Tensor]:
+        """Gradients of B inputs as a Jacobian `[B, 1, P]`, summed over positions, and losses `[B]`."""
+        likelihood = self.posterior.likelihood
+        batch, targets = self.engine.observe(x, y)
+        f = batch.f.to(self.engine.dtype)
+        if self.posterior.refined_step is not None:
+            f = Predictor(self.posterior).linearised(x).mean().values.to(f)
+        cotangents = (self.scale * likelihood.gradient(f, targets.y)).reshape(1, batch.n_data, -1)
+        blocks = batch.blocks(cotangents.to(batch.f.dtype), list(range(len(batch.plan))))
+        each = for_each(lambda f, y: likelihood.loss_terms(f.unsqueeze(0), y.unsqueeze(0)), f, targets.y)
+        losses = (self.scale * each).sum(1).unflatten(0, (batch.n_data, -1)).sum(1)
+        return Jacobian(tuple(blocks[i] for i in range(len(batch.plan)))), losses

@@ -1,0 +1,245 @@
+"""Influence against gradients and precisions multiplied out, and against refits without an input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.likelihoods import Categorical
+from tests import problems as catalogue
+from tests.reference.compare import assert_close
+
+
+def batches(x: Tensor, y: Tensor, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def fitted(problem: Any, weights: str = "all", structure: str = "kron", **options: Any) -> Any:
+    kind: Any = Laplace
+    la = kind(problem.make_model(), problem.likelihood, weights, structure, prior_precision=2.0, **options)
+    la.fit(problem.batches(4))
+    return la
+
+
+def gradients(la: Any, x: Any, y: Tensor) -> Tensor:
+    """Gradients `[B, P]` of the loss over σ² at every input, by the Jacobian and autograd."""
+    jacobians = la.backend.last_layer_jacobians if la.snapshot().problem.head else la.backend.jacobians
+    jacobian, f = jacobians(x)[:2]
+    f = f.detach().requires_grad_()
+    loss = la.likelihood_object.loss_terms(f, y).sum() / la.sigma_noise.square()
+    (slope,) = torch.autograd.grad(loss, f)
+    return torch.einsum("bc,bcp->bp", slope, jacobian)
+
+
+def dense(la: Any) -> Tensor:
+    precision = la.posterior_precision
+    if hasattr(precision, "to_matrix"):
+        return precision.to_matrix()
+    return precision.diag() if precision.ndim == 1 else precision
+
+
+@pytest.mark.parametrize("structure", ["full", "block", "kron", "ekfac", "diag"])
+@pytest.mark.parametrize("name", ["mlp_classification", "mlp_regression", "conv2d", "mlp_soft_labels"])
+def test_it_is_the_dense_formula(name: str, structure: str) -> None:
+    problem = catalogue.get(name)
+    options: dict[str, Any] = {"sigma_noise": 0.7} if problem.likelihood == "regression" else {}
+    la = fitted(problem, structure=structure, **options)
+    rows = gradients(la, problem.x, problem.y)
+    expected = rows[:3] @ torch.linalg.solve(dense(la), rows.T)
+    found = la.influence(problem.batches(4), problem.x[:3], problem.y[:3])
+    assert found.indices is None
+    assert_close(found.scores, expected.detach(), "backend")
+    errors = la.label_errors(problem.batches(4))
+    own = (rows * torch.linalg.solve(dense(la), rows.T).T).sum(1).detach()
+    assert_close(errors.self_influence, own, "backend")
+    assert torch.equal(errors.indices, errors.self_influence.argsort(descending=True, stable=True))
+    likelihood, f = la.likelihood_object, la.predictive_moments(problem.x)[0]
+    each = [likelihood.loss_terms(f[i : i + 1], problem.y[i : i + 1]).sum() for i in range(len(f))]
+    assert_close(errors.loss, torch.stack(each) / la.sigma_noise.square(), "backend")
+
+
+LAYERS = ["layer_norm", "lora", "reused_module", "conv2d_grouped", "conv1d", "residual_cnn", "transformer", "lstm",
+          "embedding", "tied_head", "weight_norm", "pair"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_of_layers_of_every_kind(name: str) -> None:
+    problem = catalogue.get(name)
+    la = fitted(problem, structure="diag")
+    rows = gradients(la, problem.x, problem.y)
+    expected = rows[:2] / la.posterior_precision @ rows.T
+    found = la.influence(problem.batches(4), problem.x[:2], problem.y[:2]).scores
+    assert_close(found, expected.detach(), "backend")
+
+
+def test_a_head_and_a_subnetwork() -> None:
+    problem = catalogue.get("mlp_classification")
+    head = fitted(problem, "last_layer", "full")
+    some = fitted(problem, "subnetwork", "full", subnetwork_indices=torch.tensor([0, 3, 7, 11, 20]))
+    for la in (head, some):
+        rows = gradients(la, problem.x, problem.y)
+        expected = rows[:2] @ torch.linalg.solve(dense(la), rows.T)
+        assert_close(
+            la.influence(problem.batches(4), problem.x[:2], problem.y[:2]).scores, expected.detach(), "backend"
+        )
+
+
+def test_the_exact_curvature_by_conjugate_gradients() -> None:
+    problem = catalogue.get("mlp_classification")
+    exact = fitted(problem, structure="full")
+    la = fitted(problem, structure="matrix_free", structure_kwargs={"tolerance": 1e-10, "dense_below": 0})
+    asked = problem.batches(4), problem.x[:3], problem.y[:3]
+    assert_close(la.influence(*asked).scores, exact.influence(*asked).scores, "backend")
+    assert la.solve_reports["solutions"].residual <= 1e-10
+
+
+def test_the_largest_are_streamed() -> None:
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem)
+    whole = la.influence(problem.batches(4), problem.x[:3], problem.y[:3]).scores
+    found = la.influence(problem.batches(3), problem.x[:3], problem.y[:3], top=4)
+    assert found.scores.shape == found.indices.shape == (3, 4)
+    assert_close(found.scores, whole.gather(1, found.indices), "backend")
+    assert_close(found.scores.abs(), whole.abs().sort(1, descending=True).values[:, :4], "backend")
+    assert la.influence(problem.batches(3), problem.x[:3], problem.y[:3], top=10**6).scores.shape == whole.shape
+
+
+def test_damping_is_another_prior_precision() -> None:
+    problem = catalogue.get("mlp_classification")
+    la, other = fitted(problem), fitted(problem)
+    other.prior_precision = 9.0
+    asked = problem.batches(4), problem.x[:3], problem.y[:3]
+    assert_close(la.influence(*asked, damping=9.0).scores, other.influence(*asked).scores, "algebra")
+    assert float(la.prior_precision) == 2.0
+    with pytest.raises(InvalidArgument, match="positive"):
+        la.influence(*asked, damping=0.0)
+
+
+def classifier(n: int, seed: int = 0) -> tuple[Any, Tensor, Tensor]:
+    """A logistic regression at the mode of its posterior, δ = 1."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=source, dtype=torch.float64)
+    y = (2 * x[:, :3] + torch.randn(n, 3, generator=source, dtype=torch.float64)).argmax(1)
+    return mode(x, y, torch.ones(n, dtype=torch.float64)), x, y
+
+
+def mode(x: Tensor, y: Tensor, weights: Tensor) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), 1.0, 200, tolerance_grad=1e-11, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weights @ nn.functional.cross_entropy(model(x), y, reduction="none")
+        loss = loss + 0.5 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def test_it_tells_refits_of_a_linear_head_without_an_input() -> None:
+    model, x, y = classifier(600)
+    _, queries, targets = classifier(30, seed=1)
+    la = Laplace(model, "classification", "all", "full", prior_precision=1.0)
+    la.fit(batches(x, y))
+    found = la.influence(batches(x, y, 100), queries, targets).scores[:, :60]
+    before = nn.functional.cross_entropy(model(queries), targets, reduction="none")
+    rises = []
+    for i in range(60):
+        weights = torch.ones(len(x), dtype=torch.float64)
+        weights[i] = 0
+        after = nn.functional.cross_entropy(mode(x, y, weights)(queries), targets, reduction="none")
+        rises.append((after - before).detach())
+    pair = torch.stack([found.flatten(), torch.stack(rises, 1).flatten()])
+    assert torch.corrcoef(pair)[0, 1] >= 0.999
+    total = torch.stack([found.sum(0), torch.stack(rises, 1).sum(0)])  # on the loss of all queries
+    assert torch.corrcoef(total)[0, 1] >= 0.999
+
+
+def test_flipped_labels_come_first() -> None:
+    source = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 5, generator=source, dtype=torch.float64)
+    y = x[:, :3].argmax(1)
+    flipped = torch.randperm(200, generator=source)[:20]
+    y[flipped] = (y[flipped] + 1) % 3
+    model = mode(x, y, torch.ones(200, dtype=torch.float64))
+    la = Laplace(model, "classification", "all", "kron", prior_precision=1.0)
+    la.fit(batches(x, y, 50))
+    worst = la.label_errors(batches(x, y, 50)).indices[:40]
+    assert len(set(worst.tolist()) & set(flipped.tolist())) >= 16
+
+
+def test_a_refined_posterior_has_the_gradients_of_its_mode() -> None:
+    model, x, y = classifier(40)
+    with torch.no_grad():
+        model.weight.mul_(0.3)
+    la = Laplace(model, "classification", "all", "full", prior_precision=1.0)
+    la.fit([(x, y)])
+    la.refine([(x, y)])
+    best = Laplace(mode(x, y, torch.ones(40).double()), "classification", "all", "full", prior_precision=1.0)
+    best.fit([(x, y)])
+    expected = best.influence([(x, y)], x[:5], y[:5]).scores
+    torch.testing.assert_close(la.influence([(x, y)], x[:5], y[:5]).scores, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_of_an_input_count_together() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()
+    x, y = torch.randint(7, (6, 5)), torch.randint(7, (6, 5))
+    la = Laplace(model, "classification", "all", "diag", prior_precision=2.0)
+    la.fit([(x, y)])
+    rows = []
+    for tokens, labels in zip(x, y, strict=True):
+        loss = nn.functional.cross_entropy(model(tokens), labels, reduction="sum")
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    g = torch.stack(rows)
+    assert_close(la.influence([(x, y)], x[:2], y[:2]).scores, g[:2] / la.posterior_precision @ g.T, "backend")
+
+
+def test_ignored_labels_are_left_out_and_class_weights_count() -> None:
+    model, x, y = classifier(20)
+    y[3] = -100
+    la = Laplace(model, Categorical(class_weight=torch.tensor([1.0, 2.0, 0.5]).double()), "all", "full")
+    la.fit(batches(x, y))
+    scores = la.influence(batches(x, y), x[:2], y[:2]).scores
+    assert scores.shape == (2, 19)
+    with pytest.raises(InvalidData, match="ignored"):
+        la.influence(batches(x, y), x[3:4], y[3:4])
+
+
+def test_bad_input_is_refused_and_nothing_changes() -> None:
+    model, x, y = classifier(20)
+    la = Laplace(model, "classification", "all", "full")
+    for call in (lambda la: la.influence([(x, y)], x, y), lambda la: la.label_errors([(x, y)])):
+        with pytest.raises(NotFittedError):
+            call(la)
+    la.fit([(x, y)])
+    state = copy.deepcopy(model.state_dict())
+    for top in (0, -1, 1.5):
+        with pytest.raises(InvalidArgument, match="top="):
+            la.influence([(x, y)], x, y, top=top)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidData):
+        la.influence([], x, y)
+    with pytest.raises(InvalidData):
+        la.influence([(x, y)], x, y + 5)
+    with pytest.raises(InvalidData):
+        la.label_errors([(x * torch.nan, y)])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    weighed = Laplace(model, "classification", "all", "full")
+    weighed.fit([(x, y)], weight_fn=lambda x, y: 1 + torch.arange(len(y)) % 2)
+    with pytest.raises(UnsupportedError, match="weights"):
+        weighed.influence([(x, y)], x, y)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(ModelChangedError):
+        la.influence([(x, y)], x, y)
