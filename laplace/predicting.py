@@ -26,7 +26,7 @@ from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
-    from laplace.predictive.drawn import DrawnFunction
+    from laplace.deployment.drawn import DrawnFunction
     from laplace.report import Report
     from laplace.tuning.group import PosteriorGroup
 _OTHER_NAMES = {
@@ -443,7 +443,7 @@ class PosteriorPredicting(Predicting):
             UnsupportedError: A posterior over functions (`"gp"`), which has no weights, or one that is spread over
                 processes; a refined one without `linearised`; a network that cannot be copied.
         """
-        from laplace.predictive.drawn import draw
+        from laplace.deployment.drawn import draw
 
         check_counts(n=n)
         check_generator(generator)

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.precision_policy import widened
+from laplace.deployment.drawn import draw, values_of
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
-from laplace.predictive.drawn import draw, values_of
 from laplace.predictive.predict import Predictor
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from laplace.core.batch import WeightFn
-    from laplace.predictive.drawn import DrawnFunction
+    from laplace.deployment.drawn import DrawnFunction
 
 VERSION = 1
 """Version of the format of state dicts."""

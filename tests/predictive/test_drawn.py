@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
+from laplace.deployment.drawn import values_of
 from laplace.errors import InvalidArgument, ModelChangedError, NotFittedError, UnsupportedError
-from laplace.predictive.drawn import values_of
 from tests import problems as catalogue
 from tests.reference.compare import assert_close
 
