@@ -133,7 +133,7 @@ class _ConstructorSignature:
 
 
 class CheckedConstructor:
-    """Refuses arguments that a constructor does not know by own errors, and leaves the constructor a plain function.
+    """Refuses unknown arguments of a constructor with errors of this library; the constructor stays a plain function.
 
     A class of the library describes in its docstring the arguments that its bases do not have. All those of its
     constructor are in its help, in order, in the words of the class or of the nearest base.

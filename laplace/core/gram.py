@@ -46,11 +46,11 @@ def mirror(total: Tensor) -> Tensor:
     for start in range(0, total.shape[-1], step):
         stop = start + step
         upper = total[..., start:stop, stop:]
-        total[..., stop:, start:stop] = (_spread(upper) if is_crowded else upper).mT
+        total[..., stop:, start:stop] = (_padded(upper) if is_crowded else upper).mT
     return total
 
 
-def _spread(rows: Tensor) -> Tensor:
+def _padded(rows: Tensor) -> Tensor:
     """A copy whose rows are apart, so that its columns are read at the speed of other widths."""
     more = _APART // rows.element_size()
     return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + more)[..., :-more].copy_(rows)

@@ -20,7 +20,7 @@ class OrthogonalBasis(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Number of the last columns that are eigenvectors of their own; the others share the eigenvalue 0."""
+        """Number of last columns that are given eigenvectors; the others share the eigenvalue 0."""
 
     @abstractmethod
     def rotate(self, rows: Tensor, *, back: bool = False) -> Tensor:

@@ -198,10 +198,10 @@ def require_structure(la: object, root: type) -> None:
         )
 
 
-def undefined(la: object, name: str, own: str) -> UnsupportedError:
-    """The error of a method that needs a posterior over weights; a class without one defines `own` in its place."""
+def undefined(la: object, name: str, instead: str) -> UnsupportedError:
+    """The error of a method that needs a posterior over weights; a class without one defines `instead`."""
     return UnsupportedError(
-        f"class {type(la).__name__} has no {name}; define {own}, or derive it from ParametricLaplace, the base of "
+        f"class {type(la).__name__} has no {name}; define {instead}, or derive it from ParametricLaplace, the base of "
         "posteriors over weights."
     )
 
