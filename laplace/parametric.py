@@ -965,12 +965,12 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         from laplace.refinement import conformal
 
         self._require_data()
-        if (train_loader is None) == (val_loader is None):
+        if train_loader is None and val_loader is not None:
+            return conformal.split_conformal(self, val_loader)
+        if train_loader is None or val_loader is not None:
             raise InvalidArgument(
                 "give either train_loader, the data of the fit, or val_loader=, data it has not seen."
             )
-        if val_loader is not None:
-            return conformal.split_conformal(self, val_loader)
         return conformal.conformal(self.snapshot(), train_loader, method, folds, generator, progress_bar=progress_bar)
 
     @checked
