@@ -63,6 +63,12 @@ class LeaveOneOut:
     self_influence: Tensor
     distance: float
     clipped: Tensor
+    _targets: Tensor
+
+    @property
+    def is_at_mode(self) -> bool:
+        """Whether the mean is so close to the mode of its prior that a step from there removes an input."""
+        return self.distance <= _FAR
 
     def __repr__(self) -> str:
         """Number of inputs, mean score with its standard error, and what was left."""
@@ -72,21 +78,8 @@ class LeaveOneOut:
         return f"LeaveOneOut(n={n:,}, log_score={float(self.log_score.mean()):.4f} ± {error:.4f}{clipped})"
 
 
-def leave_one_out(
-    posterior: Posterior, loader: Iterable[Any], link: LinkName, *, progress_bar: bool = False
-) -> LeaveOneOut:
-    """Predictions of all inputs of a fit, each without itself.
-
-    Raises:
-        NotFittedError: Before a fit.
-        InvalidArgument: A link that the likelihood does not have, or one that draws.
-        InvalidData: Other data than those of the fit.
-        UnsupportedError: A structure, a backend or a likelihood without leave-one-out predictions, or too many inputs
-            that cannot be removed.
-
-    Warns:
-        ApproximationWarning: The mean is far from the mode.
-    """
+def computed(posterior: Posterior, loader: Iterable[Any], link: LinkName, *, progress_bar: bool = False) -> LeaveOneOut:
+    """Predictions of all inputs of a fit, each without itself; errors: see `la.leave_one_out`."""
     posterior.require_fitted()
     posterior.refuse_sharded("leave-one-out predictions")
     structure, likelihood = posterior.choices.structure, posterior.likelihood
@@ -123,13 +116,30 @@ def leave_one_out(
             f"{n_clipped} of {len(clipped)} inputs cannot be removed from hessian_structure={structure.name!r}, which "
             "knows less of them than they add. Use 'full' or 'gp', or calibrate with refits of the head."
         )
-    if distance > _FAR:
+    return LeaveOneOut(
+        mean,
+        joint,
+        score,
+        leverage,
+        influence,
+        distance,
+        clipped,
+        torch.cat([batch.y for batch in refiner.model.data.batches]),
+    )
+
+
+def leave_one_out(
+    posterior: Posterior, loader: Iterable[Any], link: LinkName, *, progress_bar: bool = False
+) -> LeaveOneOut:
+    """The same, with a warning where the mean is far from the mode."""
+    found = computed(posterior, loader, link, progress_bar=progress_bar)
+    if not found.is_at_mode:
         warn(
-            f"the posterior's mean is {distance:.2g} standard deviations from the mode of its prior: leave-one-out "
-            "predictions are steps from a mode. Call la.refine(train_loader) first, which finds it.",
+            f"the posterior's mean is {found.distance:.2g} standard deviations from the mode of its prior: "
+            "leave-one-out predictions are steps from a mode. Call la.refine(train_loader) first, which finds it.",
             ApproximationWarning,
         )
-    return LeaveOneOut(mean, joint, score, leverage, influence, distance, clipped)
+    return found
 
 
 def _without_each(

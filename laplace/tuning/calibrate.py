@@ -11,7 +11,7 @@ standard errors: few data, or a small gain, choose the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,11 +32,16 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.prediction import mixed
+from laplace.refinement.leave_one_out import LeaveOneOut, computed
+from laplace.structures.full import FullCurvature
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import held_out_part, refits_of_head
 from laplace.tuning.losses import Prediction, Targets, Validation, find_score
 from laplace.weights.last_layer import LastLayer
+
+Latents = tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]
+"""Means `[R, C]`, (co)variances of some candidates, None where these do not exist, and the positions of the rows."""
 
 FEW = 20
 """Number of held-out data below which a calibration is announced as doubtful."""
@@ -74,15 +79,43 @@ class Piece:
     data: Validation
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A posterior, and what it would say of every input of its fit without that input."""
+
+    group: PosteriorGroup
+    found: LeaveOneOut
+
+
+def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeftOut | None:
+    """Leave-one-out predictions, where they are those of refits but for one Newton step; None elsewhere.
+
+    That is a last layer on features that its labels did not train, with full curvature, at the mode of its prior.
+    """
+    problem, structure = posterior.problem, posterior.choices.structure
+    own = {slot.name for slot in problem.slots}
+    is_frozen = not any(t.requires_grad for name, t in problem.module.named_parameters() if name not in own)
+    if problem.head is None or not is_frozen or structure is not FullCurvature or posterior.likelihood.has_noise:
+        return None
+    try:
+        found = computed(posterior, train_loader, LinkApprox.PROBIT, progress_bar=progress_bar)
+    except (UnsupportedError, InvalidArgument):  # weighted data, other backends or likelihoods: refits serve them
+        return None
+    return LeftOut(PosteriorGroup((posterior,)), found) if found.is_at_mode else None
+
+
 def pieces_of(
     posterior: Posterior, train_loader: Iterable[Any], folds: int, generator: torch.Generator | None, progress_bar: bool
-) -> tuple[list[Piece], str, str]:
+) -> tuple[list[Piece] | list[LeftOut], str, str]:
     """Pieces out of the training data, words for them, and why they are only a forecast.
 
-    Of a last layer, or a network that is one linear layer, they are refits of the head; of other weights a fifth of the
-    data.
+    Of a last layer they are leave-one-out predictions, or refits of the head, as of a network that is one linear layer;
+    of other weights a fifth of the data.
     """
     train_loader = list(train_loader) if isinstance(train_loader, Iterator) else train_loader  # it may be read twice
+    left = _left_out(posterior, train_loader, progress_bar)
+    if left is not None:
+        return [left], "training data, each left out of the fit by one Newton step", ""
     try:
         refits = refits_of_head(posterior, train_loader, folds=folds, generator=generator, progress_bar=progress_bar)
     except UnsupportedError:
@@ -118,7 +151,7 @@ class CalibrationGrid:
         """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
         return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
 
-    def of(self, piece: Piece, sigma_noise: Tensor) -> MixedCandidates:
+    def of(self, piece: Piece | LeftOut, sigma_noise: Tensor) -> MixedCandidates:
         """Predictions of a piece's posteriors at every factor, at c = 1 and a noise."""
         hypers, first = piece.group.hypers(()), piece.group.first
         settings = [
@@ -162,7 +195,7 @@ def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None
 
 
 def calibrate(
-    now: PosteriorGroup, pieces: Sequence[Piece], grid: CalibrationGrid, held_out: str, approximate: str = ""
+    now: PosteriorGroup, pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, held_out: str, approximate: str = ""
 ) -> Calibration:
     """Choice of the held-out data for posteriors at their present hyper-parameters; nothing is changed.
 
@@ -170,6 +203,8 @@ def calibrate(
     `held_out` says where the data come from, and `approximate` why their scores are only a forecast.
     """
     hypers = now.hypers(())
+    if any(isinstance(piece, LeftOut) for piece in pieces):  # an input is left out at the mode of one prior alone
+        grid = replace(grid, factors=(1.0,))
     is_refined = any(posterior.refined_step is not None for posterior in now.posteriors)
     with autograd_mode(), torch.no_grad():
         noises, network_noise = hypers.sigma_noise.unsqueeze(0), hypers.sigma_noise
@@ -308,15 +343,19 @@ class _Scores:
         shape = (3, len(grid.factors), len(grid.scales), len(noises))
         self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: Piece | LeftOut) -> None:
         """Takes in the data of a piece."""
         scored = self.grid.of(piece, self.network_noise)
+        if isinstance(piece, LeftOut):
+            found, like = piece.found, self.noises
+            mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
+            self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets)
+            return
         for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
             with named(name):
-                self._add(scored, x, y)
+                self._add(scored, [part.latents(x) for part in scored.parts], y)
 
-    def _add(self, scored: MixedCandidates, x: Inputs, y: Tensor) -> None:
-        latents = [part.latents(x) for part in scored.parts]
+    def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor) -> None:
         rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
         if not len(rows.index):
             return

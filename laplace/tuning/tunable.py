@@ -101,10 +101,12 @@ class Tunable(ABC):
         Wenzel et al., 2020); of the network they are its own. No new fit is needed.
 
         With validation data the network runs once over them with its Jacobians, and in regression a forward pass before
-        finds the size of the residuals. Without them, `train_loader` serves: of a last layer the
-        head is refitted on the features of the other folds, which is honest where the features have not seen the labels
-        (a frozen, pretrained network) and otherwise a forecast; of other weights a fifth of the data is held out from
-        a fit to the rest, and the forecast is about a network that has seen them.
+        finds the size of the residuals. Without them, `train_loader` serves. Of a last layer with full curvature on
+        frozen features, at the mode of its prior (`la.refine`), every label is scored by the posterior without it
+        (`la.leave_one_out`); then c alone is chosen. Of other last layers the head is refitted on the features of the
+        other folds, which is honest where the features have not seen the labels (a frozen, pretrained network) and
+        otherwise a forecast. Of other weights a fifth of the data is held out from a fit to the rest, and the forecast
+        is about a network that has seen them.
 
         A calibrated posterior has no evidence: `log_marginal_likelihood`, tuning and assigned hyper-parameters are
         refused until `la.calibration.undo()`. A mixture weighted by the evidence keeps its weights at c = 1.

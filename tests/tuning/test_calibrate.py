@@ -800,3 +800,50 @@ def test_no_batch_of_an_iterator_is_lost() -> None:
 def test_other_data_are_not_held_out() -> None:
     la = grid.fitted("all", "kron")
     unchanged(la, lambda: la.calibrate(train_loader=held_out()), InvalidData, "the fit has seen")
+
+
+# Every input without itself.
+
+
+def frozen_head(prior_precision: float = 5.0, structure: str = "full") -> tuple[Any, Tensor, Tensor]:
+    """A last layer at the mode of its prior, on features that the labels did not train."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    network[0].requires_grad_(False)
+    x = torch.randn(60, 4, dtype=torch.float64)
+    y = torch.randint(3, (60,))
+    la = Laplace(network, "classification", "last_layer", structure, prior_precision=prior_precision)
+    la.fit([(x, y)])
+    return la, x, y
+
+
+def test_a_frozen_head_is_calibrated_by_leaving_every_input_out() -> None:
+    la, x, y = frozen_head()
+    la.refine([(x, y)])
+    left = la.leave_one_out([(x, y)])
+    found = la.calibrate(train_loader=[(x[:25], y[:25]), (x[25:], y[25:])])
+    assert "left out" in found.held_out and found.table["factors"].tolist() == [1.0]
+    network = nn.functional.cross_entropy(left.mean, y, reduction="none")
+    near(torch.tensor(found.network_nll), network.mean(), 1e-6)
+    for scale, difference in zip(found.table["scales"].tolist(), found.table["differences"][0, :, 0], strict=True):
+        kappa = (1 + math.pi / 8 * scale * left.covariance.diagonal(dim1=1, dim2=2)).rsqrt()
+        score = nn.functional.cross_entropy(kappa * left.mean, y, reduction="none")
+        near(difference, (score - network).mean(), 1e-5, 1e-9)
+
+
+@pytest.mark.parametrize("case", ["not at the mode", "trained features", "kron"])
+def test_other_heads_are_calibrated_by_refits(case: str) -> None:
+    la, x, y = frozen_head(structure="kron" if case == "kron" else "full")
+    if case == "trained features":
+        la.model.model[0].requires_grad_(True)
+    if case == "not at the mode":
+        la.prior_precision = 1e-3
+    else:
+        la.refine([(x, y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        if case == "not at the mode":
+            assert "refits" in la.calibrate(train_loader=[(x, y)]).held_out
+        else:
+            with pytest.raises(UnsupportedError, match="refine"):
+                la.calibrate(train_loader=[(x, y)])
