@@ -111,7 +111,7 @@ def _product(precision: Precision, vector: Tensor) -> Tensor:
 
 
 def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
-    given = list(posteriors) if isinstance(posteriors, (list, tuple)) else [posteriors]
+    given: list[L] = list(posteriors) if isinstance(posteriors, Sequence) else [posteriors]
     for la in given:
         if not isinstance(la, ParametricLaplace):
             raise InvalidType(f"merge takes a list of posteriors over weights; a {type(la).__name__} was given.")

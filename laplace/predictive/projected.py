@@ -103,12 +103,12 @@ def projected(
         deviations = posterior.prior.diagonal().detach().rsqrt()
         rows = _Rows(posterior, loader, kernel == "loss", deviations)
         start = widened(standard_normal((n_samples, len(centre)), centre, generator))
-        w, first, last, n_sweeps = start, None, None, 0
+        w, n_sweeps = start, 0
+        first = last = start.new_zeros(n_samples)
         bar = DataBar("project", range(max_sweeps), shown=progress_bar)
         for n_sweeps in range(1, max_sweeps + 1):  # noqa: B007
             swept, seen = rows.swept(w)
-            first = seen if first is None else first
-            last = seen
+            first, last = seen if n_sweeps == 1 else first, seen
             if bool((seen <= tolerance * first).all()):
                 break
             step = w - swept

@@ -264,13 +264,13 @@ def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
     return 1.0 if 1.0 in known or not known else min(known)
 
 
-def _noises(pieces: Sequence[Piece], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:
+def _noises(pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:
     """Noises to try, `[s]` or `[s, C]`, and the one of them that suits the network best; by a forward pass.
 
     Multiples of the present noise around the root mean square of the residuals, which is itself among them.
     """
     present, predictions, targets = hypers.sigma_noise, [], []
-    for piece in pieces:
+    for piece in (piece for piece in pieces if isinstance(piece, Piece)):
         scored = grid.of(piece, hypers.sigma_noise)
         for name, x, y in piece.data.batches(piece.group.first, label="residuals"):
             with named(name):
