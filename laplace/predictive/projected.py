@@ -106,7 +106,7 @@ def projected(
         w, n_sweeps = start, 0
         first = last = start.new_zeros(n_samples)
         bar = DataBar("project", range(max_sweeps), shown=progress_bar)
-        for n_sweeps in range(1, max_sweeps + 1):  # noqa: B007
+        for n_sweeps in range(1, max_sweeps + 1):
             swept, seen = rows.swept(w)
             first, last = seen if n_sweeps == 1 else first, seen
             if bool((seen <= tolerance * first).all()):
