@@ -5,7 +5,7 @@ loss of a network that was trained on a half S of the data should fall with Σ_{
 correlation of both over many random halves, averaged over queries (Park et al., 2023). "identity" is P = δ I, that is
 the scalar product of gradients. Then 10 % of the labels are flipped, and looked for by self-influence and by loss.
 
-    python examples/influence.py            # 100 halves of 600 digits, about a minute
+    python examples/influence.py            # 100 halves of 600 digits, some minutes
     python examples/influence.py --small    # to try it out
 """
 
