@@ -166,6 +166,10 @@ class ShardedPrecision(Precision):
     def scale(self) -> Tensor:
         raise _refused(_MATRIX, _INSTEAD)
 
+    @property
+    def covariance(self) -> Tensor:
+        raise _refused(_MATRIX, _INSTEAD)
+
     def _total(self, what: str, inputs: Inputs, of: Callable[[Precision], Tensor]) -> Tensor:
         """The sum of the answers of all processes: one exchange of words, then one sum."""
         answers: list[Tensor] = []
