@@ -306,6 +306,7 @@ class Predicting(ABC):
         test: Iterable[Any],
         *,
         ood: Iterable[Any] | None = None,
+        train: Iterable[Any] | None = None,
         pred_type: PredTypeName = PredType.GLM,
         link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
@@ -320,6 +321,7 @@ class Predicting(ABC):
         Args:
             test: Labelled data that are new to training and tuning; read once.
             ood: Inputs of another kind, which a good model is less sure of; batches, labels are not read.
+            train: The training data, whose most suspicious labels are then named (`la.label_errors`).
             pred_type: As in `compare`.
             link_approx: As in `compare`.
             n_samples: As in `compare`.
@@ -341,7 +343,7 @@ class Predicting(ABC):
         options = PredictOptions(
             pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
         )
-        return reported(self._predict_with, self._group, test, ood, options, progress_bar=progress_bar)
+        return reported(self._predict_with, self._group, test, ood, train, options, progress_bar=progress_bar)
 
     @checked
     def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:

@@ -57,6 +57,9 @@ _TIE = 1e-9
 _BLIND = 0.7
 """AUROC below which the two sets of data are hardly told apart."""
 
+N_SUSPICIOUS = 20
+"""Suspicious labels that a report names."""
+
 _SHOWN = 20
 """Classes in the table of classes: those that are furthest from their frequency."""
 
@@ -134,6 +137,8 @@ class Report:
             and data of another kind, by model; empty if none were given.
         advice: What to do next, a sentence each.
         n_data: Number of inputs.
+        suspicious: Places of the training inputs whose labels contradict the others most, with their self-influence in
+            nats; empty without training data.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -145,6 +150,7 @@ class Report:
     _models: tuple[Predictions, ...]
     _y: Tensor
     _strange: tuple[Tensor, ...]
+    suspicious: tuple[tuple[int, float], ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -164,6 +170,7 @@ class Report:
             "classes": [vars(row) for row in self.classes],
             "ood": {name: dict(values) for name, values in self.ood.items()},
             "advice": list(self.advice),
+            "suspicious": [list(row) for row in self.suspicious],
         }
         return _plain(content)
 
@@ -218,6 +225,8 @@ class Report:
         lines.append("")
         for name, values in self.ood.items():
             lines.append(f"Data of another kind: AUROC {values['auroc']:.3f}, FPR95 {values['fpr95']:.3f} ({name})")
+        if self.suspicious:
+            lines.append(f"Suspicious labels: training inputs {', '.join(str(i) for i, _ in self.suspicious)}")
         lines += [f"- {sentence}" for sentence in self.advice]
         return "\n".join(lines)
 
@@ -249,6 +258,9 @@ class Report:
             parts.append(
                 "<h2>Classes</h2>" + table([("class", "share of labels", "mean probability", "p value"), *rows])
             )
+        if self.suspicious:
+            rows = [(str(i), f"{score:.3g}") for i, score in self.suspicious]
+            parts.append("<h2>Suspicious labels</h2>" + table([("training input", "self-influence"), *rows]))
         return _PAGE.format(title=html.escape(self.verdicts[0].kind), body="\n".join(parts))
 
 

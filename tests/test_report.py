@@ -235,6 +235,19 @@ def test_the_report_of_a_regression_has_the_noise() -> None:
     assert set(found.ood) == {"network", "posterior"}
 
 
+def test_suspicious_labels_of_the_training_data_are_named(tmp_path: Path) -> None:
+    la, x, y = trained("classification", 3)
+    found = la.report([(x[:30], y[:30])], train=[(x[30:], y[30:])])
+    errors = la.label_errors([(x[30:], y[30:])])
+    assert [i for i, _ in found.suspicious] == errors.indices[: report.N_SUSPICIOUS].tolist()
+    assert found.suspicious[0][1] == pytest.approx(float(errors.self_influence.max()))
+    found.save(tmp_path / "report.html")
+    assert "Suspicious labels" in (tmp_path / "report.html").read_text("utf-8") and "Suspicious labels" in repr(found)
+    assert len(json.loads(json.dumps(found.to_dict()))["suspicious"]) == report.N_SUSPICIOUS
+    with pytest.raises(UnsupportedError, match="train"):
+        MixtureLaplace([la, trained("classification", 3)[0]]).report([(x, y)], train=[(x, y)])
+
+
 def test_a_mixture_is_reported_beside_its_ensemble() -> None:
     la, x, y = trained("classification", 3)
     other, _, _ = trained("classification", 3)

@@ -24,7 +24,8 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
-from laplace.report import Report, of_gaussians, of_probabilities
+from laplace.refinement.influence import label_errors
+from laplace.report import N_SUSPICIOUS, Report, of_gaussians, of_probabilities
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation
@@ -74,8 +75,8 @@ def compare(
 
 
 def reported(
-    predict: Predict, group: PosteriorGroup, loader: Iterable[Any], ood: Iterable[Any] | None, options: PredictOptions,
-    *, progress_bar: bool,
+    predict: Predict, group: PosteriorGroup, loader: Iterable[Any], ood: Iterable[Any] | None,
+    train: Iterable[Any] | None, options: PredictOptions, *, progress_bar: bool,
 ) -> Report:  # fmt: skip
     """The report on predictions beside the networks' own, of class labels or of targets with Gaussian noise."""
     batches.require_loader(loader, "test")
@@ -131,8 +132,19 @@ def reported(
     y = torch.cat(labels).cpu()
     if likelihood.has_noise:
         (mean, variance), (network_mean, network_variance) = ours, theirs
-        return of_gaussians(mean, variance, y, network=(network_mean, network_variance), **given)
-    return of_probabilities(ours[0], y, network=theirs[0], **given)
+        found = of_gaussians(mean, variance, y, network=(network_mean, network_variance), **given)
+    else:
+        found = of_probabilities(ours[0], y, network=theirs[0], **given)
+    return found if train is None else replace(found, suspicious=_suspicious(group, train, progress_bar))
+
+
+def _suspicious(group: PosteriorGroup, train: Iterable[Any], progress_bar: bool) -> tuple[tuple[int, float], ...]:
+    """Training inputs whose labels contradict the others most, with their self-influence."""
+    if len(group.posteriors) > 1:
+        raise UnsupportedError("report(train=) of a mixture, whose networks rank labels apart; leave train out.")
+    errors = label_errors(group.first, train, progress_bar=progress_bar)
+    first = errors.indices[:N_SUSPICIOUS]
+    return tuple(zip(first.tolist(), errors.self_influence[first].tolist(), strict=True))
 
 
 def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: PredictOptions) -> Summary:
