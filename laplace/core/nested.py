@@ -137,7 +137,7 @@ def _is_enum(kind: Any) -> bool:
 
 @cache
 def _annotation(kind: Any) -> tuple[dict[str, Any] | None, Any, Any]:
-    """Types of a dataclass' fields; of another type its container, and the type of what that holds, if it says so."""
+    """Field types of a dataclass; otherwise the container type and its element type, where annotated."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return {field.name: hints[field.name] for field in fields(kind)}, None, None

@@ -238,7 +238,7 @@ def check_backend_assignment(backend: object, name: str) -> None:
 
 
 def refused(la: object, name: str, error: AttributeError) -> AttributeError:
-    """The error of an assignment that Python refused; of a computed property one that says what to do."""
+    """Error for an assignment that Python refused; for a computed property it says what to do."""
     owner = _owner(type(la), name)
     member = None if owner is None else vars(owner)[name]
     if owner is None or not is_ours(owner) or not isinstance(member, property) or member.fset is not None:

@@ -221,7 +221,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self.split_outputs = options.split_outputs
         self.seen = HeadMemory()
-        self._seen = False
+        self._logits_checked = False
 
     @property
     def target_rules(self) -> TargetRules:
@@ -249,9 +249,9 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees are checked to be logits."""
         loss = self.options.loss
         y = self.likelihood.check_targets(f, y) if loss is None else recovered_targets(self.likelihood, loss, f, y)
-        if not self._seen:
+        if not self._logits_checked:
             require_logits(self.likelihood, f, self.problem.dtype)
-            self._seen = True
+            self._logits_checked = True
         if self.judge is not None:
             self.judge(f.detach(), y)
         return y
@@ -358,8 +358,6 @@ def require_no_positions(positions: Sequence[int], name: str) -> None:
 
 def detached(x: Inputs) -> Any:
     """Inputs without a graph, and usable by autograd even if they were made under inference mode."""
-    from laplace.core import batch as batches
-
     with kept_for_later():
         return batches.transform(x, lambda part: part.detach().clone() if part.is_inference() else part.detach())
 

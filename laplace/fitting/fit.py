@@ -407,7 +407,7 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
 
 
 def _look_for_sigmoid(posterior: Posterior, reference: ReferenceOutputs | None) -> None:
-    """Warns of a softmax of a sigmoid's outputs; only where those of the first data lie in (0, 1) is there a pass."""
+    """Warns of a softmax of a sigmoid's outputs; takes a pass only where the first outputs lie in [0, 1]."""
     if reference is None or posterior.likelihood.activation != "softmax":
         return
     if bool((reference.outputs >= 0).all() & (reference.outputs <= 1).all()):

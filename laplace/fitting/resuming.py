@@ -158,7 +158,7 @@ class Resumable:
         return state
 
     def go_on_as(self, description: FitDescription) -> None:
-        """Takes the description of the fit for its file; of a file that is there it must be the same one."""
+        """Sets the file's description of the fit; raises if an existing file belongs to another fit."""
         if self.former is not None:
             former = nested.from_state(FitDescription, self.former)
             difference, _ = description.difference(former, "the fit in the file")

@@ -297,7 +297,7 @@ class RotatedHeadBlock(Head):
 
     @property
     def _different(self) -> HeadBlock:
-        """The head of different samples only: those of a bias are all equal."""
+        """The head without repeated rows: one row for a bias, whose rows are all equal."""
         return self.head.at(slice(0, 1)) if self.is_bias else self.head
 
     def weighted_norms(self, weights: Tensor) -> Tensor:

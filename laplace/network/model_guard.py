@@ -174,7 +174,7 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def flags_put_back(model: nn.Module) -> Iterator[None]:
-    """Train and eval flags of every module are afterwards what they were; for training, which may change all else."""
+    """Restores the train or eval flag of every module; for training loops, which may change everything else."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         yield

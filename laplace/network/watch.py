@@ -436,7 +436,7 @@ class _Settings:
         self._seen: dict[int, object] = {}
 
     def add(self, name: object, value: Any, depth: int) -> None:
-        """Adds a value, with what it holds; of what lies too deep, or is of a kind that tells nothing, its identity."""
+        """Records a value recursively; objects that are too deep or not comparable are recorded by `id`."""
         kind = type(value)
         if kind in _COMPARABLE:
             self.entries.append((name, kind, value))

@@ -1,1 +1,1 @@
-"""`ParametricLaplace`, layer by layer: hyper-parameters, fit, moments, predictions, and what users call."""
+"""The posterior over weights as one immutable value, and users' members that replace parts of it."""

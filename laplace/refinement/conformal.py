@@ -110,7 +110,7 @@ def conformal(
             "adds; use 'full' over all weights or a last layer, or give val_loader= in place of train_loader."
         )
     linear = _is_linear_in_its_weights(posterior)
-    if method == "cv+" and not (linear and structure.name == "full"):
+    if method == "cv+" and not (linear and structure.is_exact):
         raise UnsupportedError(
             "method='cv+' refits without every fold: it takes hessian_structure='full' over the weights of a linear "
             "model, or of a last layer whose other weights are frozen (requires_grad=False). Use 'jackknife+'."
@@ -138,7 +138,7 @@ def conformal(
             "intervals start from. Call la.refine(train_loader) first, which finds it.",
             ApproximationWarning,
         )
-    exact = linear and structure.name == "full"
+    exact = linear and structure.is_exact
     if not exact:
         warn(
             "conformal intervals of a trained network are approximate: the targets have trained its features, and "

@@ -49,7 +49,7 @@ class DataPass(ABC):
         """The curvature after the last reading, or the next reading."""
 
     def counted(self, read: BatchSummary) -> BatchSummary:
-        """The part besides the curvature, of the sums over all batches that were read, after the last reading."""
+        """Loss and number of data of the fit, from those of everything that was read: of a kept subset others."""
         return read
 
     def sums(self) -> dict[str, Tensor]:
@@ -142,9 +142,9 @@ class Curvature(ABC):
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighs_data: Whether data can have weights.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
+        is_exact: Whether it holds every entry of the curvature, so that a step of Newton's is exact.
         is_diagonal: Whether the posterior's variances say everything of it.
-        is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
-            curvature and prior.
+        is_variational: Whether `refine(method="variational")` supports this structure.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
         by_hand: Form in which it can be assigned and summed in a loop of your own; None if it cannot.
@@ -167,6 +167,7 @@ class Curvature(ABC):
     needs_columns: bool = False
     weighs_data: bool = True
     weighed: bool = True
+    is_exact: bool = False
     is_diagonal: bool = False
     is_variational: bool = False
     refined_by_kernels: bool = False

@@ -90,6 +90,7 @@ class FullCurvature(AdditiveCurvature):
     matrix_dims = 3
     by_hand = TensorByHand(square=True)
     options = SignedOptions
+    is_exact = True
     is_variational = True
     is_wide = True
 

@@ -623,7 +623,7 @@ def _sides_of(block: KronBlock) -> tuple[str, ...]:
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Two factors, of which one set of data may not have needed its own: zeros in its place."""
+    """Two factors; a missing one is replaced by zeros."""
     if a is None:
         return torch.zeros_like(b), b  # pyright: ignore[reportReturnType, reportArgumentType]
     return a, torch.zeros_like(a) if b is None else b

@@ -135,7 +135,7 @@ class Precision(ABC):
 
 
 def mean_weight(weights: Tensor) -> Tensor:
-    """Mean of the weights of all terms `[E]`, 0-dim; of one term its own."""
+    """Mean weight of all terms `[E]`, 0-dim."""
     return weights.mean() if weights.numel() > 1 else weights.view(())
 
 

@@ -33,7 +33,6 @@ from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.prediction import mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
-from laplace.structures.full import FullCurvature
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import held_out_part, refits_of_head
@@ -95,7 +94,7 @@ def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: b
     problem, structure = posterior.problem, posterior.choices.structure
     own = {slot.name for slot in problem.slots}
     is_frozen = not any(t.requires_grad for name, t in problem.module.named_parameters() if name not in own)
-    if problem.head is None or not is_frozen or structure is not FullCurvature or posterior.likelihood.has_noise:
+    if problem.head is None or not is_frozen or not structure.is_exact or posterior.likelihood.has_noise:
         return None
     try:
         found = computed(posterior, train_loader, LinkApprox.PROBIT, progress_bar=progress_bar)

@@ -43,7 +43,7 @@ _LARGEST_NOISE = 1.5
 
 
 @dataclass(frozen=True)
-class Evidence(Objective):
+class EvidenceObjective(Objective):
     """The log evidence log p(D), which is made large (MacKay, 1992)."""
 
     group: PosteriorGroup

@@ -242,7 +242,7 @@ class Tunable(ABC):
         """
         from laplace.tuning.candidates import Predictive
         from laplace.tuning.losses import Validation
-        from laplace.tuning.objectives import Evidence, ValidationLoss
+        from laplace.tuning.objectives import EvidenceObjective, ValidationLoss
         from laplace.tuning.search import Coordinates, Search, SearchOptions, prior_in_structure
 
         _check_predictive(pred_type)
@@ -260,7 +260,7 @@ class Tunable(ABC):
                 options = SearchOptions(name, n_steps, lr, label="evidence", progress_bar=progress_bar)
                 start = prior_in_structure(init_prior_prec, structure, layout, like)
                 coordinates = Coordinates(("prior_precision",), replace(now, prior_precision=start))
-                result = Search(Evidence(posteriors), coordinates, options).run()
+                result = Search(EvidenceObjective(posteriors), coordinates, options).run()
                 if method == TuningMethod.MARGLIK and val_loader is not None:
                     result = result.noting(_UNUSED)
             elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
@@ -358,7 +358,7 @@ class Tunable(ABC):
         """
         from laplace.tuning.candidates import Predictive
         from laplace.tuning.losses import Validation
-        from laplace.tuning.objectives import EVIDENCES, Evidence, SmoothLoss, ValidationLoss
+        from laplace.tuning.objectives import EVIDENCES, EvidenceObjective, SmoothLoss, ValidationLoss
         from laplace.tuning.search import NAMES, Coordinates, Search, SearchOptions, checked_names, make_axes
 
         structure = None if prior_structure is None else str(prior_structure)
@@ -377,7 +377,7 @@ class Tunable(ABC):
             options = SearchOptions(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if combined is not None:
                 _refuse_data(val_loader, ood_loader, method)
-                search = Search(Evidence(replace(posteriors, combined=combined)), coordinates, options)
+                search = Search(EvidenceObjective(replace(posteriors, combined=combined)), coordinates, options)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:

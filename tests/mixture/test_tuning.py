@@ -16,7 +16,7 @@ from laplace.errors import InvalidArgument, NotFittedError
 from laplace.metrics import gaussian_nll, nll
 from laplace.tuning import Predictive, Thresholds
 from laplace.tuning.losses import Validation
-from laplace.tuning.objectives import Evidence, SmoothLoss
+from laplace.tuning.objectives import EvidenceObjective, SmoothLoss
 from laplace.tuning.search import Coordinates
 from tests import grid
 from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts
@@ -116,7 +116,7 @@ def test_evidence_climbs_that_of_the_mixture() -> None:
     assert_close(mixture.log_marginal_likelihood(), result.value, "algebra")
     assert mixture.log_marginal_likelihood() > before
     coordinates = Coordinates(("prior_precision", "sigma_noise"), mixture._group.hypers(()))
-    evaluate = partial(Evidence(mixture._group).gradient, coordinates)
+    evaluate = partial(EvidenceObjective(mixture._group).gradient, coordinates)
     at = coordinates.vector() + 0.3
     assert_close(evaluate(at)[1], slopes(lambda logs: evaluate(logs)[0], at), "finite_difference")
     for la in mixture.components:

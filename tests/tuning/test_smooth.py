@@ -16,7 +16,7 @@ from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.losses import Validation
-from laplace.tuning.objectives import Evidence, SmoothLoss
+from laplace.tuning.objectives import EvidenceObjective, SmoothLoss
 from laplace.tuning.search import Coordinates, Evaluate
 from tests import grid
 from tests.reference.compare import assert_close
@@ -70,7 +70,7 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
         for prior in priors(la):
             la.prior_precision = prior
             coordinates = Coordinates(names(likelihood), la._group.hypers(()))
-            check(partial(Evidence(la._group).gradient, coordinates), coordinates.vector())
+            check(partial(EvidenceObjective(la._group).gradient, coordinates), coordinates.vector())
 
 
 def smooth(
@@ -165,7 +165,7 @@ def test_solving_by_the_root_of_samples(weights: str, structure: str) -> None:
 
 
 def evidence_at(la: ParametricLaplace, logs: Tensor, coordinates: Coordinates) -> float:
-    return -Evidence(la._group).gradient(coordinates, logs)[0]
+    return -EvidenceObjective(la._group).gradient(coordinates, logs)[0]
 
 
 @pytest.mark.parametrize(
