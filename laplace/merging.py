@@ -21,6 +21,7 @@ from laplace.core.arguments import check_counts
 from laplace.curvature import NativeEF
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
 from laplace.grid import Laplace
+from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.combining import loss_of_part, other_weights
@@ -143,6 +144,7 @@ def _difference(one: ParametricLaplace, other: ParametricLaplace) -> str | None:
     facts = {
         "structure and weights": [type(la).__name__ for la in (one, other)],
         "likelihood": [la.likelihood_object.name for la in (one, other)],
+        "parameters of the likelihood": [_parameters(la.likelihood_object) for la in (one, other)],
         "kind of curvature": [la.backend_cls.kind for la in (one, other)],
         "number of outputs": [la.n_outputs for la in (one, other)],
     }
@@ -166,6 +168,11 @@ def _difference(one: ParametricLaplace, other: ParametricLaplace) -> str | None:
                 "weights and buffers before their fits)"
             )
     return None
+
+
+def _parameters(likelihood: Likelihood) -> dict[str, Any]:
+    """What a likelihood holds besides its class, tensors as lists."""
+    return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in sorted(vars(likelihood).items())}
 
 
 def _fixed_tensors(problem: Problem) -> dict[str, Tensor]:
@@ -210,7 +217,8 @@ def from_optimizer(
         model: The trained network; its weights are not changed.
         n_data: N, the number of training data.
         likelihood: As of `Laplace`.
-        batch_size: B, the number of data whose mean loss was differentiated in a step.
+        batch_size: B, the number of data whose mean loss was differentiated in a step. The loss is that of the
+            likelihood, of a regression half the squared error: `nn.MSELoss`, twice that, makes H four times too large.
         n_outputs: C, where the evidence is asked for.
         options: Further arguments of `Laplace(...)`, e.g. `prior_precision`.
 
@@ -237,8 +245,9 @@ def from_optimizer(
     la.start_fit()
     la.H, la.n_data, la.n_outputs = torch.cat(values).to(la.prior_precision), n_data, n_outputs
     if ivon and "prior_precision" not in options:
-        group = optimizer.param_groups[0]
-        la.prior_precision = group["ess"] * group["weight_decay"]
+        priors = {id(t): g["ess"] * g["weight_decay"] for g in optimizer.param_groups for t in g["params"]}
+        own = torch.tensor([float(priors[id(la.problem.tensor(slot.name))]) for slot in la.problem.slots])
+        la.prior_precision = own[:1] if bool((own == own[0]).all()) else own
     return la
 
 
@@ -250,7 +259,8 @@ def _of_squares(optimizer: torch.optim.Optimizer, factor: float) -> dict[int, Te
             state = optimizer.state.get(tensor, {})
             average = state.get("exp_avg_sq", state.get("square_avg"))
             if average is not None:
-                bias = 1 - group["betas"][1] ** float(state["step"]) if "betas" in group else 1.0
+                decay = group["betas"][1] if "betas" in group else group.get("alpha", group.get("rho"))
+                bias = 1.0 if decay is None else 1 - decay ** float(state["step"])
                 moments[id(tensor)] = factor * average.detach() / bias
     return moments
 

@@ -29,7 +29,14 @@ from laplace.core.registry import KeyedClasses
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
-from laplace.errors import InvalidArgument, InvalidType, LaplaceError, NotFittedError, ReadOnlyError
+from laplace.errors import (
+    InvalidArgument,
+    InvalidType,
+    LaplaceError,
+    NotFittedError,
+    ReadOnlyError,
+    UnsupportedError,
+)
 from laplace.evidence import Evidence
 from laplace.fitting.fit import FitOptions, fit, forget, infer_channels, plan
 from laplace.fitting.planning import FitPlan
@@ -802,8 +809,9 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             ModelChangedError: The network's weights are no longer those of the fit.
             InvalidData: More data than were fitted, or data that cannot be used.
             CurvatureError: The curvature would be indefinite: these data were not fitted.
-            UnsupportedError: The structure is no sum over data, or its curvature is a random estimate. After every
-                error the former posterior is kept.
+            InvalidArgument: The mean was moved before, and is not to be moved now.
+            UnsupportedError: The structure is no sum over data, or its curvature is a random estimate; several
+                processes or a refined classifier, with `move_mean`. After every error the former posterior is kept.
         """
         from laplace.posterior.combining import moved_by_removal
 
@@ -813,6 +821,16 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             dict_key_weight=dict_key_weight, removed_weight=weight,
         )  # fmt: skip
         before, loader = self.snapshot(), list(loader) if move_mean else loader
+        if move_mean and (group is not None or before.weights.fsdp_processes is not None):
+            raise UnsupportedError(
+                "forget(move_mean=True) over several processes: the mean would move by the data of each; fit in one "
+                "process, or leave move_mean out."
+            )
+        if not move_mean and before.refinement is not None and before.refinement.method == "forget":
+            raise InvalidArgument(
+                "the mean of this posterior was moved as data were removed, and would go back to the network's "
+                "weights; give move_mean=True again, or fit the remaining data."
+            )
         posterior = forget(before, loader, options)
         if move_mean:
             posterior = moved_by_removal(before.uncalibrated(), posterior, loader, options.weights, weight)
@@ -966,6 +984,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
         self._require_data()
         if train_loader is None and val_loader is not None:
+            conformal.check_method(method)
             return conformal.split_conformal(self, val_loader)
         if train_loader is None or val_loader is not None:
             raise InvalidArgument(

@@ -21,7 +21,7 @@ from torch import Tensor
 from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
@@ -49,12 +49,22 @@ def moved_by_removal(
         weight: Factor on all of them.
     """
     before.refuse_sharded("forget(move_mean=True)")
+    refinement = before.refinement
+    if refinement is not None and refinement.method != "forget" and not before.likelihood.has_noise:
+        raise UnsupportedError(
+            "forget(move_mean=True) of a refined posterior, whose loss is known around the network's weights alone: "
+            "fit and forget without refine, or refine afterwards with the data that are left."
+        )
+    if before.choices.loss is not None:
+        raise UnsupportedError(
+            "forget(move_mean=True) with a loss that was assigned to the backend: its gradient is not known."
+        )
     with autograd_mode(), torch.no_grad(), same_random_state(before.model):
         centre, delta = before.expansion_point, widened(before.prior.diagonal().detach())
         gradient = weight * _scaled_gradient(before, loader, weights)
         shift = widened(before.mean) - widened(centre)  # of a mean that has moved before
         is_moved = bool(shift.any())
-        pulled = _times(before, shift) if is_moved else shift
+        pulled = _times(before.with_fit(before.map_fit), shift) if is_moved else shift  # by H at θ*, as `after` has it
         right = gradient + (pulled - _times(after, shift) if is_moved else shift)
         step = widened(after.precision().solve(right.to(centre).unsqueeze(0))[0])
         distance = float((step @ _times(after, step)).clamp(min=0).sqrt())
@@ -164,6 +174,7 @@ def saliency(posterior: Posterior) -> Tensor:
     """m_p² P_pp, `[P]`: twice what setting a weight to zero takes from the log density (LeCun et al., 1990)."""
     posterior.require_fitted()
     posterior.refuse_sharded("saliency")
+    posterior = posterior.unscaled()
     with autograd_mode(), torch.no_grad():
         precision, mean = posterior.precision(), posterior.mean
         diagonal = sum((rows * precision.product(rows)).sum(0) for rows in _probes((posterior,), len(mean)))

@@ -101,7 +101,7 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progre
             step = posterior.refined_step
             f = widened(f) if step is None else widened(f) + widened(jacobian.apply(step.unsqueeze(0))[0])
             moved = widened(jacobian.apply(steps)) / len(steps) ** 0.5
-            root = scale.unsqueeze(-1) * likelihood.hessian(f).root()  # [K, B, C], or [C, 1] before it
+            root = scale * likelihood.hessian(f).root()  # [K, B, C], one scale or one per output
             parts.append(torch.einsum("sbc,kbc->sbk", moved, root))
         bar.add(batches.size(x, ""))
     bar.close()

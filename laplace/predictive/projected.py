@@ -150,11 +150,7 @@ class _Rows:
         kept: list[Tensor] = []
         n_bytes = 0
         for rows in self._computed():
-            values, vectors = torch.linalg.eigh(rows @ rows.T)
-            rounding = max(torch.finfo(deviations.dtype).eps ** 2, torch.finfo(rows.dtype).eps)
-            floor = values[-1].clamp(min=0) * len(values) * rounding
-            inverse = torch.where(values > floor, 1 / values, 0.0)
-            self._inverses.append((vectors * inverse) @ vectors.T)
+            self._inverses.append(self._inverse(rows))
             n_bytes += rows.numel() * rows.element_size()
             if n_bytes <= _KEPT_BYTES:
                 kept.append(rows)
@@ -168,11 +164,20 @@ class _Rows:
     def swept(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors `[S, P]` after the projection of every batch in turn, and the norms of R w met on the way, `[S]`."""
         squares = w.new_zeros(len(w))
-        for rows, inverse in zip(self._kept or self._computed(), self._inverses, strict=True):
+        for number, rows in enumerate(self._kept or self._computed()):
+            # A loader may give other batches every time: what is not kept is inverted anew.
+            inverse = self._inverses[number] if self._kept else self._inverse(rows)
             along = w @ rows.T
             squares += along.square().sum(1)
             w = w - (along @ inverse) @ rows
         return w, squares.sqrt()
+
+    def _inverse(self, rows: Tensor) -> Tensor:
+        """(R Rᵀ)⁺, without directions that are rounding."""
+        values, vectors = torch.linalg.eigh(rows @ rows.T)
+        rounding = max(torch.finfo(self.deviations.dtype).eps ** 2, torch.finfo(rows.dtype).eps)
+        floor = values[-1].clamp(min=0) * len(values) * rounding
+        return (vectors * torch.where(values > floor, 1 / values, 0.0)) @ vectors.T
 
     def _computed(self) -> Iterator[Tensor]:
         posterior, key = self.posterior, self.posterior.choices.dict_key_y

@@ -18,16 +18,16 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import RefineOptions
@@ -98,19 +98,19 @@ def conformal(
     *, progress_bar: bool = False,
 ) -> Conformal:  # fmt: skip
     """Intervals from the data of a fit; arguments and errors are those of `la.conformal`."""
+    posterior = posterior.unscaled()  # of a calibrated one: the same intervals, around the mode of the prior itself
     structure = posterior.choices.structure
     check_generator(generator)
     _check_likelihood(posterior)
     posterior.refuse_sharded("conformal")
-    if method not in ("jackknife+", "full", "cv+"):
-        raise InvalidArgument(f"method={method!r}; accepted are 'jackknife+', 'full' and 'cv+'.")
+    check_method(method)
     if not structure.holds_every_input or structure.refined_by_kernels:
         raise UnsupportedError(
             f"conformal(train_loader) with hessian_structure={structure.name!r}, which does not hold all that an input "
             "adds; use 'full' over all weights or a last layer, or give val_loader= in place of train_loader."
         )
-    linear = _is_linear_in_its_weights(posterior)
-    if method == "cv+" and not (linear and structure.is_exact):
+    exact = _is_linear_in_its_weights(posterior) and structure.is_exact
+    if method == "cv+" and not exact:
         raise UnsupportedError(
             "method='cv+' refits without every fold: it takes hessian_structure='full' over the weights of a linear "
             "model, or of a last layer whose other weights are frozen (requires_grad=False). Use 'jackknife+'."
@@ -123,7 +123,7 @@ def conformal(
         gradient = refiner.model.gradient(refiner.start)
         newton = covariance.solve(gradient)
         distance = math.sqrt(max(0.0, float(gradient @ newton)))
-        start = refiner.start - newton if method == "cv+" else refiner.start  # its folds are refits: from the mode
+        start = refiner.start - newton if exact else refiner.start  # of a linear model one step finds the mode
         known = _Known(posterior, refiner.data, covariance.precision, start, refiner.scale)
         if method == "cv+":
             bounds: _Jackknife | _Folds | _Full = _Folds.of(known, folds, generator)
@@ -132,13 +132,12 @@ def conformal(
         else:
             blocks = [widened(block) for block in covariance.of_outputs(diagonal=False)]
             bounds = _Jackknife.of(known, torch.cat(blocks))
-    if method != "cv+" and distance > _FAR:
+    if not exact and distance > _FAR:
         warn(
             f"the posterior's mean is {distance:.2g} standard deviations from the mode of its prior, which conformal "
             "intervals start from. Call la.refine(train_loader) first, which finds it.",
             ApproximationWarning,
         )
-    exact = linear and structure.is_exact
     if not exact:
         warn(
             "conformal intervals of a trained network are approximate: the targets have trained its features, and "
@@ -155,15 +154,23 @@ def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
     held = copy.copy(la)  # which keeps its posterior, whatever is assigned later
     scores: list[Tensor] = []
     for batch in loader:
-        x, y = batches.split(batch, posterior.choices.dict_key_y)
+        x, y = next_token.split(batch, posterior.choices.dict_key_y, posterior.model, posterior.engine.target_rules)
         mean, deviation = _moments(held, x)
         if y.shape != mean.shape:
             raise InvalidData(f"targets have shape {list(y.shape)}, the outputs {list(mean.shape)}; give one for each.")
+        if not bool(y.isfinite().all()):
+            raise InvalidData("targets of val_loader hold NaN or infinite values.")
         scores.append((widened(y.to(mean.device)) - mean).abs() / deviation)
     if not scores:
         raise InvalidData("val_loader gave no data.")
     whole = torch.cat(scores)
     return Conformal("split", len(whole), True, _Split(held, whole))
+
+
+def check_method(method: str) -> None:
+    """Raises `InvalidArgument` at an unknown method."""
+    if method not in get_args(ConformalMethod):
+        raise InvalidArgument(f"method={method!r}; accepted are 'jackknife+', 'full' and 'cv+'.")
 
 
 def _check_likelihood(posterior: Posterior) -> None:

@@ -15,12 +15,13 @@ its gradient, Σ_t b_t ⊗ a_t for every layer; its gradient is never multiplied
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
@@ -43,8 +44,9 @@ class Influence:
     """How training inputs influence the loss at B query inputs: `la.influence(train_loader, x, y)`.
 
     Attributes:
-        scores: `[B, N]`, in the order of the loader: by about how many nats the query's loss would be larger without
-            the training input. Positive: it helps; negative: it harms. With `top` the k largest in size, `[B, k]`.
+        scores: `[B, N]`, in the order of the loader, 0 for ignored labels: by about how many nats the query's loss
+            would be larger without the training input. Positive: it helps; negative: it harms. With `top` the k largest
+            in size, `[B, k]`.
         indices: Places of these inputs in the loader, `[B, k]`; None for all of them.
     """
 
@@ -58,7 +60,7 @@ class LabelErrors:
 
     Attributes:
         indices: Places in the loader, `[N]`, the most suspicious first.
-        self_influence: gᵀ P⁻¹ g of every input, `[N]`, in the order of the loader.
+        self_influence: gᵀ P⁻¹ g of every input, `[N]`, in the order of the loader; 0 where a label is ignored.
         loss: Its loss, `[N]`, by which inputs are often ranked instead.
     """
 
@@ -87,24 +89,25 @@ def influence(
     """
     if top is not None:
         check_counts(top=top)
+    posterior = posterior.unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
     gradients = _Gradients.of(posterior, "influence")
     at = posterior if damping is None else posterior.assigned(prior_precision=damping)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         asked = gradients.counted((x, y))
-        if asked is None:
-            raise InvalidData("all labels of y are ignored; give some that count.")
+        if asked is None or len(asked[1]) != len(y):
+            raise InvalidData("labels of y are ignored, of which there is no loss; leave these inputs out.")
         solved = at.precision().solve(gradients.of_batch(*asked)[0].dense()[:, 0])
         parts: list[tuple[Tensor, Tensor]] = []
-        n_seen = 0
-        for jacobian, _ in gradients.of_loader(loader, "influence", progress_bar=progress_bar):
+        for jacobian, _, where in gradients.of_loader(loader, "influence", progress_bar=progress_bar):
             scores = torch.cat([jacobian.apply(some)[..., 0] for some in solved.split(_AT_ONCE)])
-            n_data = jacobian.n_data
-            parts.append((scores, torch.arange(n_seen, n_seen + n_data, device=scores.device).expand_as(scores)))
-            n_seen += n_data
+            parts.append((scores, where.to(scores.device).expand_as(scores)))
             if top is not None:
                 parts = [_largest(parts, top)]
         scores, places = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-    return Influence(scores, None if top is None else places)
+        if top is None:
+            whole = scores.new_zeros(len(scores), gradients.n_seen[0])
+            return Influence(whole.index_copy_(1, places[0], scores))
+    return Influence(scores, places)
 
 
 def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, Tensor]:
@@ -122,14 +125,16 @@ def label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: b
         InvalidData: No data, or data that cannot be used.
         UnsupportedError: A sharded posterior, or one with weighted data.
     """
+    posterior = posterior.unscaled()
     gradients = _Gradients.of(posterior, "label_errors")
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         precision = posterior.precision()
         parts = [
-            (precision.variance(jacobian, "diagonal")[:, 0], loss)
-            for jacobian, loss in gradients.of_loader(loader, "label errors", progress_bar=progress_bar)
+            (precision.variance(jacobian, "diagonal")[:, 0], loss, where.to(loss.device))
+            for jacobian, loss, where in gradients.of_loader(loader, "label errors", progress_bar=progress_bar)
         ]
-        scores, losses = (torch.cat(column) for column in zip(*parts, strict=True))
+        *found, places = (torch.cat(column) for column in zip(*parts, strict=True))
+        scores, losses = (v.new_zeros(gradients.n_seen[0]).index_copy_(0, places, v) for v in found)
     return LabelErrors(scores.argsort(descending=True, stable=True), scores, losses)
 
 
@@ -141,15 +146,19 @@ class _Gradients:
         posterior: A fitted posterior.
         engine: Pulls gradients of the loss back.
         scale: 1/(σ²T), of every output where they differ.
+        n_seen: Number of inputs that a loader gave so far, with those whose labels are ignored; one entry.
     """
 
     posterior: Posterior
     engine: EFEngine
     scale: Tensor
+    n_seen: list[int] = field(default_factory=lambda: [0])
 
     @classmethod
     def of(cls, posterior: Posterior, what: str) -> _Gradients:
         posterior.require_fitted()
+        if posterior.choices.loss is not None:
+            raise UnsupportedError(f"{what} with a loss that was assigned to the backend, whose gradient is not known.")
         posterior.refuse_sharded(what)
         if posterior.map_fit.is_weighed:
             raise UnsupportedError(
@@ -162,21 +171,33 @@ class _Gradients:
         scale = posterior.likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature)
         return cls(posterior, engine, scale.detach())
 
-    def of_loader(self, loader: Iterable[Any], label: str, *, progress_bar: bool) -> Iterator[tuple[Jacobian, Tensor]]:
-        """Gradients and losses of every batch; inputs whose labels are ignored are left out."""
+    def of_loader(
+        self, loader: Iterable[Any], label: str, *, progress_bar: bool
+    ) -> Iterator[tuple[Jacobian, Tensor, Tensor]]:
+        """Gradients and losses of every batch, and places in the loader of its inputs whose labels are not ignored."""
         bar, n_data = DataBar(label, loader, shown=progress_bar), 0
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
+                places = self._places(item)
                 counted = self.counted(item)
                 if counted is None:
                     continue
                 part = self.of_batch(*counted)
-            yield part
+            yield *part, places
             n_data += part[0].n_data
             bar.add(part[0].n_data)
         bar.close()
         if not n_data:
             raise InvalidData("the loader gave no data, or all are ignored; give the data of the fit.")
+
+    def _places(self, item: Any) -> Tensor:
+        """Places in the loader of the inputs of a batch whose labels are not ignored."""
+        rules = self.engine.target_rules
+        _, y = next_token.split(item, self.posterior.choices.dict_key_y, self.engine.problem.module, rules)
+        keep, start = batches.counting(y, rules.ignore_index), self.n_seen[0]
+        self.n_seen[0] += len(y)
+        places = torch.arange(start, self.n_seen[0])
+        return places if keep is None else places[keep.cpu()]
 
     def counted(self, item: Any) -> tuple[Inputs, Tensor] | None:
         """Inputs and targets of a batch, without ignored ones; None if there are none."""

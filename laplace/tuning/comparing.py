@@ -89,6 +89,10 @@ def reported(
             f"report with likelihood={likelihood.name!r}: reports are on class labels and on targets with Gaussian "
             "noise. la.compare(loader) scores every likelihood."
         )
+    if any(posterior.overrides("__call__") for posterior in group.posteriors):
+        raise UnsupportedError("report of a class that overrides __call__; give its predictions to laplace.report.")
+    if train is not None and len(group.posteriors) > 1:
+        raise UnsupportedError("report(train=) of a mixture, whose networks rank labels apart; leave train out.")
     source = torch.Generator().manual_seed(0) if options.generator is None else options.generator
     drawn, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
     draws = torch.Generator()
@@ -140,8 +144,6 @@ def reported(
 
 def _suspicious(group: PosteriorGroup, train: Iterable[Any], progress_bar: bool) -> tuple[tuple[int, float], ...]:
     """Training inputs whose labels contradict the others most, with their self-influence."""
-    if len(group.posteriors) > 1:
-        raise UnsupportedError("report(train=) of a mixture, whose networks rank labels apart; leave train out.")
     errors = label_errors(group.first, train, progress_bar=progress_bar)
     first = errors.indices[:N_SUSPICIOUS]
     return tuple(zip(first.tolist(), errors.self_influence[first].tolist(), strict=True))

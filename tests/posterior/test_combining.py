@@ -257,3 +257,73 @@ def test_the_posterior_of_ivon_is_its_own() -> None:
     optimizer.param_groups[0].update(hess=hess, ess=50.0, weight_decay=0.02)
     la = laplace.from_optimizer(optimizer, model, 50)
     torch.testing.assert_close(la.posterior_variance, 1 / (50 * (hess + 0.02)))
+
+
+# What would be wrong in silence.
+
+
+def test_a_refined_regression_forgets_from_its_mode() -> None:
+    x, y = linear_data()
+    model = nn.Linear(4, 2).double()  # far from the mode
+    la = Laplace(model, "regression", "all", "full", sigma_noise=SIGMA, prior_precision=DELTA)
+    la.fit([(x, y)])
+    la.refine([(x, y)])
+    la.forget([(x[:7], y[:7])], move_mean=True)
+    torch.testing.assert_close(la.mean, fitted(x[7:], y[7:]).mean, rtol=1e-7, atol=1e-8)
+
+
+def test_what_would_move_the_mean_wrongly_is_refused() -> None:
+    x, y = linear_data()
+    labels = (y[:, 0] > 0).long()
+    la = Laplace(nn.Linear(4, 2).double(), "classification", "all", "full")
+    la.fit([(x, labels)])
+    la.refine([(x, labels)])
+    with pytest.raises(UnsupportedError, match="refined"):
+        la.forget([(x[:5], labels[:5])], move_mean=True)
+    la = fitted(x, y)
+    la.forget([(x[:5], y[:5])], move_mean=True)
+    moved = la.mean
+    with pytest.raises(InvalidArgument, match="move_mean=True"):
+        la.forget([(x[5:9], y[5:9])])
+    assert torch.equal(la.mean, moved)
+
+
+def test_saliency_of_a_calibrated_posterior_is_that_of_its_prior() -> None:
+    x, y = linear_data(80)
+    la = fitted(x[:40], y[:40])
+    chosen = la.calibrate([(x[40:], y[40:])], keep_noise=True)
+    found = la.saliency()
+    chosen = la.calibration
+    la.calibration.undo()
+    la.prior_precision = chosen.prior_precision
+    torch.testing.assert_close(found, la.saliency())
+
+
+def test_likelihoods_with_other_parameters_do_not_merge() -> None:
+    x, y = linear_data()
+    labels, parts = (y[:, 0] > 0).long(), []
+    for weight in (1.0, 9.0):
+        likelihood = laplace.likelihoods.Categorical(class_weight=torch.tensor([1.0, weight], dtype=torch.float64))
+        parts.append(Laplace(nn.Linear(4, 2).double(), likelihood, "all", "full"))
+        parts[-1].fit([(x, labels)])
+    with pytest.raises(InvalidArgument, match="parameters of the likelihood"):
+        laplace.merge(parts)
+
+
+def test_averages_of_rmsprop_are_corrected_and_groups_of_ivon_have_their_priors() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.0, alpha=0.99)
+    x, y = torch.randn(1, 3), torch.zeros(1, dtype=torch.long)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    la = laplace.from_optimizer(optimizer, model, 1)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # pyright: ignore
+    torch.testing.assert_close(la.H, gradient.square(), rtol=1e-4, atol=1e-8)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for group, decay in zip(optimizer.param_groups, (0.01, 0.5), strict=True):
+        group.update(hess=torch.ones(sum(p.numel() for p in group["params"])), ess=10.0, weight_decay=decay)
+    la = laplace.from_optimizer(optimizer, model, 10)
+    torch.testing.assert_close(la.prior_precision, torch.tensor([0.1, 5.0]))

@@ -61,6 +61,19 @@ def test_bald_is_greedy_in_the_joint_information(likelihood: str) -> None:
         chosen.append(index)
 
 
+def test_every_output_has_its_own_noise() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 2, dtype=torch.float64)
+    sigma = torch.tensor([0.1, 1.0], dtype=torch.float64)
+    la = Laplace(nn.Linear(2, 2).double(), "regression", "all", "full", sigma_noise=sigma)
+    la.fit([(x, torch.randn(20, 2).double())])
+    star = pool(2)
+    found = la.acquire(star, 1, n_samples=20000, generator=torch.Generator().manual_seed(0))
+    covariance = la(star)[1]
+    gains = 0.5 * torch.logdet(torch.eye(2).double() + covariance / (sigma[:, None] * sigma))
+    torch.testing.assert_close(found.gains[0], gains.max(), rtol=0.03, atol=0)
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_epig_is_the_information_on_labels_elsewhere(likelihood: str) -> None:
     la, x, targets = fitted(likelihood), pool(), pool(4, 2)

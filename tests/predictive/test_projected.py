@@ -85,6 +85,17 @@ def test_predictions_are_means_over_the_networks() -> None:
     assert mean.shape == variance.shape == (6, C)
 
 
+def test_rows_that_are_not_kept_may_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, (x, y) = fitted(network()), data()
+    kept = la.projected(
+        DataLoader(TensorDataset(x, y), 3), 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0)
+    )
+    monkeypatch.setattr("laplace.predictive.projected._KEPT_BYTES", 0)
+    shuffled = DataLoader(TensorDataset(x, y), 3, shuffle=True)
+    found = la.projected(shuffled, 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.weights, kept.weights, rtol=1e-2, atol=1e-2)
+
+
 def test_equal_seeds_give_equal_bits_and_last_layers_are_projected() -> None:
     x, y = data(4)
     la = Laplace(network(), "classification", "last_layer", "kron")

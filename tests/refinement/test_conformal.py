@@ -65,6 +65,26 @@ def test_jackknife_plus_of_ridge_is_that_of_refits(level: float) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_a_linear_model_off_its_mode_gives_the_intervals_of_refits() -> None:
+    (x, y), (star, _) = data(), data(6, 1)
+    la = fitted(x, y)
+    expected = {method: la.conformal(loader(x, y), method=method).interval(star) for method in ("jackknife+", "full")}
+    with torch.no_grad():
+        la.model.weight.add_(0.05)
+    la.fit(loader(x, y))
+    for method, ends_ in expected.items():
+        for value, end in zip(la.conformal(loader(x, y), method=method).interval(star), ends_, strict=True):
+            torch.testing.assert_close(value, end, rtol=1e-9, atol=1e-9)
+
+
+def test_a_calibrated_posterior_has_the_intervals_of_its_prior() -> None:
+    (x, y), (star, _) = data(60), data(6, 1)
+    la = fitted(x[:30], y[:30])
+    la.calibrate(loader(x[30:], y[30:]))
+    lower, upper = la.conformal(loader(x[:30], y[:30])).interval(star)
+    assert bool(((upper - lower) < 5).all())
+
+
 def test_cv_plus_of_ridge_is_that_of_refits() -> None:
     (x, y), (star, _) = data(), data(6, 1)
     la = fitted(x, y)
@@ -165,6 +185,10 @@ def test_what_is_refused() -> None:
         la.conformal()
     with pytest.raises(InvalidArgument, match="method"):
         la.conformal(loader(x, y), method="bootstrap")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="method"):
+        la.conformal(val_loader=loader(x, y), method="bootstrap")  # type: ignore[arg-type]
+    with pytest.raises(InvalidData, match="NaN"):
+        la.conformal(val_loader=[(x, y * torch.nan)])
     with pytest.raises(InvalidArgument, match="folds"):
         la.conformal(loader(x, y), method="cv+", folds=N + 1)
     with pytest.raises(InvalidArgument, match="level"):

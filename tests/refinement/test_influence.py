@@ -212,7 +212,7 @@ def test_ignored_labels_are_left_out_and_class_weights_count() -> None:
     la = Laplace(model, Categorical(class_weight=torch.tensor([1.0, 2.0, 0.5]).double()), "all", "full")
     la.fit(batches(x, y))
     scores = la.influence(batches(x, y), x[:2], y[:2]).scores
-    assert scores.shape == (2, 19)
+    assert scores.shape == (2, 20) and not scores[:, 3].any()
     with pytest.raises(InvalidData, match="ignored"):
         la.influence(batches(x, y), x[3:4], y[3:4])
 
@@ -243,3 +243,25 @@ def test_bad_input_is_refused_and_nothing_changes() -> None:
         model.weight.mul_(2)
     with pytest.raises(ModelChangedError):
         la.influence([(x, y)], x, y)
+
+
+def test_places_are_those_of_the_loader_and_calibration_changes_nothing() -> None:
+    model, x, y = classifier(60)
+    la = Laplace(model, "classification", "all", "full", prior_precision=1.0)
+    ignored = y.clone()
+    ignored[:7] = -100
+    loader = batches(x, ignored)
+    la.fit(loader)
+    found, whole = la.label_errors(loader), la.influence(loader, x[10:13], y[10:13])
+    assert found.self_influence.shape == (60,) and whole.scores.shape == (3, 60)
+    assert not found.self_influence[:7].any() and not whole.scores[:, :7].any()
+    top = la.influence(loader, x[10:13], y[10:13], top=4)
+    torch.testing.assert_close(whole.scores.gather(1, top.indices), top.scores)
+    assert int(found.indices[0]) == int(found.self_influence.argmax()) >= 7
+    with pytest.raises(InvalidData, match="ignored"):
+        la.influence(loader, x[:3], ignored[:3])
+    chosen = la.calibrate([(x + 0.1, y)])
+    scores = la.label_errors(loader).self_influence
+    la.calibration.undo()
+    la.prior_precision = chosen.prior_precision
+    torch.testing.assert_close(scores, la.label_errors(loader).self_influence)
