@@ -202,7 +202,7 @@ def from_optimizer(
     n_data: int,
     likelihood: Any = "classification",
     *,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     n_outputs: int = 0,
     **options: Any,
 ) -> ParametricLaplace:
@@ -217,7 +217,8 @@ def from_optimizer(
         model: The trained network; its weights are not changed.
         n_data: N, the number of training data.
         likelihood: As of `Laplace`.
-        batch_size: B, the number of data whose mean loss was differentiated in a step. The loss is that of the
+        batch_size: B, the number of data whose mean loss was differentiated in a step; None for 1, with a warning where
+            it matters. The loss is that of the
             likelihood, of a regression half the squared error: `nn.MSELoss`, twice that, makes H four times too large.
         n_outputs: C, where the evidence is asked for.
         options: Further arguments of `Laplace(...)`, e.g. `prior_precision`.
@@ -228,10 +229,19 @@ def from_optimizer(
 
     Raises:
         InvalidArgument: An optimizer without squared gradients, or one that has none of some trainable weight.
+
+    Warns:
+        ApproximationWarning: Squared gradients of unknown batches.
     """
-    check_counts(n_data=n_data, batch_size=batch_size)
+    check_counts(n_data=n_data, batch_size=1 if batch_size is None else batch_size)
     ivon = all("hess" in group and "ess" in group for group in optimizer.param_groups)
-    moments = _of_ivon(optimizer) if ivon else _of_squares(optimizer, n_data * batch_size)
+    if batch_size is None and not ivon:
+        warn(
+            "batch_size was not given: squared gradients are taken for those of single data. Of means over B data the "
+            "curvature is B times larger; give batch_size=B.",
+            ApproximationWarning,
+        )
+    moments = _of_ivon(optimizer) if ivon else _of_squares(optimizer, n_data * (batch_size or 1))
     la = Laplace(model, likelihood, "all", "diag", **{"backend": NativeEF, **options})
     values: list[Tensor] = []
     for slot in la.problem.slots:

@@ -826,11 +826,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
                 "forget(move_mean=True) over several processes: the mean would move by the data of each; fit in one "
                 "process, or leave move_mean out."
             )
-        if not move_mean and before.refinement is not None and before.refinement.method == "forget":
-            raise InvalidArgument(
-                "the mean of this posterior was moved as data were removed, and would go back to the network's "
-                "weights; give move_mean=True again, or fit the remaining data."
-            )
+        if not move_mean:
+            before.refuse_moved("forget", "give move_mean=True again")
         posterior = forget(before, loader, options)
         if move_mean:
             posterior = moved_by_removal(before.uncalibrated(), posterior, loader, options.weights, weight)

@@ -144,6 +144,8 @@ def check_override(override: Any) -> None:
 def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit; errors and warnings: see `la.fit`."""
     posterior = posterior.before_new_data("fit")
+    if not options.override:
+        posterior.refuse_moved("fit with override=False", "give override=True")
     options = options.within(posterior.weights.fsdp_processes)
     checks.warn_of_dropped(loader)
     former = None if options.override else posterior.data

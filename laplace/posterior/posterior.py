@@ -476,6 +476,14 @@ class Posterior:
                 "call la.calibration.undo() first, and la.calibrate again afterwards."
             )
 
+    def refuse_moved(self, what: str, instead: str) -> None:
+        """Raises `InvalidArgument` where the mean of removed data would come back in silence."""
+        if self.refinement is not None and self.refinement.method == "forget":
+            raise InvalidArgument(
+                f"{what}: the mean of this posterior was moved as data were removed, and would go back to the "
+                f"network's weights; {instead}, or fit the remaining data anew."
+            )
+
     def with_choices(self, **choices: Any) -> Posterior:
         """The posterior with other choices, by name, for which the cache is emptied."""
         return replace(self, choices=replace(self.choices, **choices), root=None, cache=Cache())

@@ -36,6 +36,9 @@ AcquisitionScore = Literal["bald", "epig"]
 _AT_ONCE = 500
 """Inputs of a tensor that are predicted at once."""
 
+_SAME = 1e-9
+"""Relative difference of scores that is rounding: the first of equal inputs is chosen, whatever the processor."""
+
 _ENTRIES = 2**23
 """Entries of covariances between inputs and targets that are held at once."""
 
@@ -79,7 +82,7 @@ def acquire(
         for _ in range(n):
             scores = _information(found) if score == "bald" else _about(found, others)
             scores = scores.masked_fill(taken, -torch.inf)
-            best = int(scores.argmax())
+            best = int((scores >= scores.max() - _SAME * scores.max().abs()).nonzero()[0])
             chosen.append(best)
             gains.append(scores[best])
             taken[best] = True

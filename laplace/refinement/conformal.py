@@ -231,7 +231,7 @@ class _Known:
         return sum(len(batch.f) for batch in self.data.batches)
 
     def residuals(self) -> Tensor:
-        """Y − f, `[N, C]`."""
+        """Residuals y − f, `[N, C]`."""
         pushed = self.data.push(self.start)
         return torch.cat([batch.y - batch.f - step for batch, step in zip(self.data.batches, pushed, strict=True)])
 

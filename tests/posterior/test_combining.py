@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace
-from laplace.errors import InvalidArgument, InvalidType, NotFittedError, UnsupportedError
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError
 
 SIGMA, DELTA = 0.3, 2.0
 
@@ -232,7 +232,7 @@ def test_squared_gradients_of_adam_are_the_empirical_fisher() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
         optimizer.step()
-    la = laplace.from_optimizer(optimizer, model, 200, n_outputs=3)
+    la = laplace.from_optimizer(optimizer, model, 200, batch_size=1, n_outputs=3)
     exact = Laplace(model, "classification", "all", "diag", backend=laplace.curvature.NativeEF)
     exact.fit(DataLoader(TensorDataset(x, y), 50))
     torch.testing.assert_close(la.H, exact.H, rtol=0.05, atol=1e-3 * float(exact.H.max()))
@@ -245,7 +245,7 @@ def test_squared_gradients_of_adam_are_the_empirical_fisher() -> None:
 def test_an_optimizer_without_squares_is_refused() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(InvalidArgument, match="'weight'"):
-        laplace.from_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 10)
+        laplace.from_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 10, batch_size=2)
     with pytest.raises(InvalidArgument, match="n_data"):
         laplace.from_optimizer(torch.optim.Adam(model.parameters()), model, 0)
 
@@ -285,6 +285,8 @@ def test_what_would_move_the_mean_wrongly_is_refused() -> None:
     moved = la.mean
     with pytest.raises(InvalidArgument, match="move_mean=True"):
         la.forget([(x[5:9], y[5:9])])
+    with pytest.raises(InvalidArgument, match="override"):
+        la.fit([(x[5:9], y[5:9])], override=False)
     assert torch.equal(la.mean, moved)
 
 
@@ -318,7 +320,8 @@ def test_averages_of_rmsprop_are_corrected_and_groups_of_ivon_have_their_priors(
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    la = laplace.from_optimizer(optimizer, model, 1)
+    with pytest.warns(ApproximationWarning, match="batch_size"):
+        la = laplace.from_optimizer(optimizer, model, 1)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # pyright: ignore
     torch.testing.assert_close(la.H, gradient.square(), rtol=1e-4, atol=1e-8)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
