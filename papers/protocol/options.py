@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Options:
         output: Where the plot goes.
         data: File or folder of the real data set, in place of the one that is always there.
         folder: Where the scores of finished seeds are kept.
+        processes: That many seeds at once, where their scores are kept.
     """
 
     small: bool
@@ -30,6 +32,7 @@ class Options:
     output: Path
     data: Path | None
     folder: Path
+    processes: int = 1
 
     def run(self, settings: object, one_seed: Callable[[int], Scores]) -> Records:
         """Scores of every seed; those of finished seeds with the same settings are read, not made again.
@@ -39,8 +42,8 @@ class Options:
             one_seed: Makes the scores of a seed.
         """
         torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
-        every_seed: list[Scores] = []
-        for seed in self.seeds:
+
+        def finished(seed: int) -> Scores:
             scores = None if self.small else load_scores(self.folder, (settings, str(self.data)), seed)
             if scores is None:
                 start = time.process_time()
@@ -49,8 +52,21 @@ class Options:
                 if not self.small:
                     save_scores(scores, self.folder, (settings, str(self.data)), seed)
             print(f"seed {seed}: {scores.minutes:.1f} minutes", flush=True)
-            every_seed.append(scores)
-        return Records(self.seeds, tuple(every_seed))
+            return scores
+
+        if self.processes > 1 and not self.small:
+            _in_processes(finished, self.seeds, self.processes)
+        return Records(self.seeds, tuple(finished(seed) for seed in self.seeds))
+
+
+def _in_processes(finished: Callable[[int], object], seeds: Sequence[int], n: int) -> None:
+    """Finishes seeds in n processes, which keep their scores; a seed that is not kept is made again by the caller."""
+    fork = multiprocessing.get_context("fork")  # what is called need not be pickled
+    workers = [fork.Process(target=lambda part=seeds[k::n]: [finished(seed) for seed in part]) for k in range(n)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 def parse(description: str | None, name: str, seeds: Sequence[int] = (0, 1, 2, 3, 4)) -> Options:
@@ -67,8 +83,9 @@ def parse(description: str | None, name: str, seeds: Sequence[int] = (0, 1, 2, 3
     parser.add_argument("--output", type=Path, default=Path(f"outputs/{name}.png"), help="where the plot goes")
     parser.add_argument("--data", type=Path, help="the real data set: a file .npz or .csv, or a folder of IDX files")
     parser.add_argument("--folder", type=Path, default=Path("outputs/seeds") / name, help="scores of finished seeds")
+    parser.add_argument("--processes", type=int, default=1, help="that many seeds at once")
     given = parser.parse_args()
     if len(set(given.seeds)) < len(given.seeds):
         parser.error(f"seeds {given.seeds}: give each once, for a seed that counts twice makes errors too small.")
     chosen = tuple(given.seeds[:1] if given.small else given.seeds)
-    return Options(given.small, chosen, given.output, given.data, given.folder)
+    return Options(given.small, chosen, given.output, given.data, given.folder, given.processes)

@@ -36,7 +36,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Row:
-    """A claim beside its verdict, as docs/papers.md shows it."""
+    """A claim beside its verdict, its cause and the measurement behind that, as docs/papers.md shows it."""
 
     item: str
     text: str
@@ -44,6 +44,8 @@ class Row:
     theirs: str
     verdict: str
     note: str
+    cause: str = ""
+    measured: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,15 @@ def finish(
         missing: Items that are not reproduced, and why.
     """
     checked = [check(claim, records) for claim in claims]
-    rows = tuple(Row(c.claim.item, c.claim.text, str(c.ours), c.claim.theirs, c.verdict, c.claim.note) for c in checked)
+    rows = tuple(
+        Row(c.claim.item, c.claim.text, str(c.ours), c.claim.theirs, c.verdict, c.note, c.cause, c.measured)
+        for c in checked
+    )
     for each in tables:
         print(f"\n{each.title}\n{each.markdown()}")
     print()
     for row in rows:
-        print(f"{row.verdict:<10}{row.item}: {row.text}: {row.ours}")
+        print(f"{row.verdict:<16}{row.cause:<9}{row.item}: {row.text}: {row.ours} {row.measured}")
     report = Report(
         f"papers/{script}.py", paper, protocol, len(records.seeds), round(records.minutes, 1),
         tuple(tables), rows, tuple(missing),

