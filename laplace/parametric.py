@@ -1107,11 +1107,28 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         from laplace.posterior.combining import kl
 
-        if not isinstance(other, ParametricLaplace):
-            raise InvalidType(
-                f"other is a {type(other).__name__}; a fitted posterior over the same weights is accepted."
-            )
-        return kl(self.snapshot(), other.snapshot())
+        return kl(self.snapshot(), _posterior(other))
+
+    @checked
+    def wasserstein(self, other: ParametricLaplace) -> Tensor:
+        """W₂ distance of two posteriors over the same weights, in units of the weights, 0-dim, float64.
+
+        W₂² = ‖m₁ − m₂‖² + tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982). Unlike `kl` it is symmetric, and
+        compares posteriors of very different widths. Structures, priors and the networks' weights may differ. It
+        takes a singular value decomposition of the largest block.
+
+        Args:
+            other: A fitted posterior over the same weights.
+
+        Raises:
+            NotFittedError: One is not fitted.
+            InvalidType: No posterior over weights.
+            InvalidArgument: Other weights have a distribution.
+            UnsupportedError: A sharded posterior, or more than 12,000 weights that depend on each other.
+        """
+        from laplace.posterior.combining import wasserstein
+
+        return wasserstein(self.snapshot(), _posterior(other))
 
     @checked
     def saliency(self) -> Tensor:
@@ -1432,6 +1449,12 @@ class SubnetworkAttributes(NamedPosterior):
         attrgetter("weights.embed"), doc="Function from samples `[S, p]` to samples of all trainable parameters."
     )
     damping = _DAMPING
+
+
+def _posterior(other: ParametricLaplace) -> Posterior:
+    if not isinstance(other, ParametricLaplace):
+        raise InvalidType(f"other is a {type(other).__name__}; a fitted posterior over the same weights is accepted.")
+    return other.snapshot()
 
 
 def _refuse_asdl_kwargs(given: Mapping[str, Any]) -> None:

@@ -203,15 +203,42 @@ def test_kl_is_that_of_dense_gaussians(one: str, other: str) -> None:
     assert abs(float(la.kl(la))) < 1e-8
 
 
-def test_kl_of_other_weights_is_refused() -> None:
+def root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.sqrt()) @ vectors.T
+
+
+@pytest.mark.parametrize("one", ["full", "kron", "ekfac", "diag", "block", "lowrank", "lowrank_kron"])
+@pytest.mark.parametrize("other", ["full", "kron", "diag"])
+def test_wasserstein_is_that_of_dense_gaussians(one: str, other: str) -> None:
     x, y = linear_data()
-    la = fitted(x, y)
+    la, reference = fitted(x[:20], y[:20], one), fitted(x, y, other)
+    p, q = (torch.linalg.inv(posterior.posterior().to_dense()) for posterior in (la, reference))
+    between = root(root(p) @ q @ root(p)).trace()
+    expected = ((reference.mean - la.mean).square().sum() + p.trace() + q.trace() - 2 * between).sqrt()
+    torch.testing.assert_close(la.wasserstein(reference), expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(reference.wasserstein(la), expected, rtol=1e-7, atol=1e-8)
+    assert float(la.wasserstein(la)) < 1e-12  # a difference of traces would leave a root of rounding, 1e-8
+
+
+def test_wasserstein_of_blocks_that_are_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace.posterior.combining._LARGEST_ROOT", 5)
+    x, y = linear_data()
+    with pytest.raises(UnsupportedError, match="10 weights, more than 5"):
+        fitted(x, y).wasserstein(fitted(x, y))
+    assert float(fitted(x, y, "diag").wasserstein(fitted(x, y, "diag"))) == 0.0
+
+
+@pytest.mark.parametrize("distance", ["kl", "wasserstein"])
+def test_a_distance_to_other_weights_is_refused(distance: str) -> None:
+    x, y = linear_data()
+    measure = getattr(fitted(x, y), distance)
     with pytest.raises(InvalidArgument, match="same weights"):
-        la.kl(fitted(x, y[:, :1]))
+        measure(fitted(x, y[:, :1]))
     with pytest.raises(InvalidType):
-        la.kl(la.model)
+        measure(fitted(x, y).model)
     with pytest.raises(NotFittedError):
-        la.kl(Laplace(nn.Linear(4, 2).double(), "regression", "all", "full"))
+        measure(Laplace(nn.Linear(4, 2).double(), "regression", "all", "full"))
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diag", "block", "lowrank", "lowrank_kron"])
