@@ -1153,6 +1153,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         y: Tensor,
         *,
         top: int | None = None,
+        rank: int | None = None,
         damping: float | Tensor | None = None,
         progress_bar: bool = False,
     ) -> Influence:
@@ -1167,19 +1168,21 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             x: B query inputs.
             y: Their targets.
             top: Return the k scores of largest size only, by which memory does not grow with N.
+            rank: Number of combinations of the queries that meet the training data, for many queries: the result's
+                `kept` says how much of them that is. None for all.
             damping: Prior precision in P instead of the posterior's, which is often small.
             progress_bar: Show a progress bar.
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidArgument: `top` or `damping` is not positive.
+            InvalidArgument: `top`, `rank` or `damping` is not positive.
             InvalidData: No data, or data that cannot be used.
             ModelChangedError: The network was trained further after `fit`.
             UnsupportedError: A posterior that is spread over processes, or fitted to data with weights.
         """
         from laplace.refinement.influence import influence
 
-        return influence(self.snapshot(), loader, x, y, top=top, damping=damping, progress_bar=progress_bar)
+        return influence(self.snapshot(), loader, x, y, top=top, rank=rank, damping=damping, progress_bar=progress_bar)
 
     @checked
     def label_errors(self, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:

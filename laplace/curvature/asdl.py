@@ -7,9 +7,8 @@ some diagonals of convolutions it approximates. Where that would be wrong the na
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, imported, obstacles_of
 from laplace.engines.engine import EngineOptions
 from laplace.engines.native.autograd import differentiable
 from laplace.engines.native.forward import ForwardPass
@@ -51,29 +50,19 @@ def asdl_fault(call: LayerCall, primitive: str) -> str:
 INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"
 
 
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Imports of parts of the package: its own use of deprecated functions is no news to the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except ImportError as error:
-            raise missing("asdl", INSTALL, error) from error
+def _asdl() -> ModuleType:
+    import asdl.fisher
+    import asdl.gradient
+    import asdl.hessian
+
+    return asdl
 
 
 class AsdlEngine(PackageEngine):
     """Fisher matrices of ASDL, exact, sampled or empirical."""
 
-    package = "asdl"
+    package, install, load = "asdl", INSTALL, staticmethod(_asdl)
     fisher_type: str  # ASDL's name of this kind of curvature
-
-    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
-        super().__init__(problem, likelihood, options)
-        with _importing():
-            import asdl.fisher
-            import asdl.gradient
-        self.fisher, self.gradient = asdl.fisher, asdl.gradient
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "diag": self._diag, "kron": self._kron, "jacobian": self._jacobian}
@@ -115,7 +104,7 @@ class AsdlEngine(PackageEngine):
             def backward() -> None:
                 batch.module(batch.x)[:, c].sum().backward()
 
-            return self.gradient.batch_gradient(batch.module, backward, batch_size=n_data)[:, columns]
+            return self.api.gradient.batch_gradient(batch.module, backward, batch_size=n_data)[:, columns]
 
         return torch.stack([of_output(c) for c in range(outputs)], 1)
 
@@ -130,10 +119,10 @@ class AsdlEngine(PackageEngine):
         total: list[Tensor] = []
         for _ in range(self.options.num_samples):
             # One forward and backward pass, which leave their result in the attribute `fisher` of private modules.
-            config = self.fisher.FisherConfig(
+            config = self.api.fisher.FisherConfig(
                 fisher_type=self.fisher_type, fisher_shapes=[shape], loss_type=self._loss_type(), data_size=1
             )
-            maker = self.fisher.get_fisher_maker(batch.module, config)
+            maker = self.api.fisher.get_fisher_maker(batch.module, config)
             outputs = maker.setup_model_call(batch.module, batch.x)
             if self.fisher_type == "fisher_emp":
                 maker.setup_loss_call(self.loss, outputs, batch.y)
@@ -194,16 +183,10 @@ class AsdlEFEngine(AsdlEngine):
 class AsdlHessianEngine(PackageEngine):
     """The exact Hessian by differentiating twice, one row after the other."""
 
-    package = "asdl"
+    package, install, load = "asdl", INSTALL, staticmethod(_asdl)
     name = "AsdlHessian"
     native_type = HessianEngine
     needs_plan = False
-
-    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
-        super().__init__(problem, likelihood, options)
-        with _importing():
-            import asdl.hessian
-        self.hessian = asdl.hessian
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full}
@@ -212,7 +195,7 @@ class AsdlHessianEngine(PackageEngine):
         return {}
 
     def _full(self, batch: CopiedBatch) -> Tensor:
-        maker = self.hessian.HessianMaker(batch.module, self.hessian.HessianConfig(hessian_shapes=["full"]))
+        maker = self.api.hessian.HessianMaker(batch.module, self.api.hessian.HessianConfig(hessian_shapes=["full"]))
         maker.setup_loss_call(self.loss, maker.setup_model_call(batch.module, batch.x), batch.y)
         with differentiable(batch.module, twice=True):
             maker.forward_and_backward()
@@ -240,9 +223,8 @@ def batch_gradient(
     Raises:
         MissingDependency: ASDL is not installed.
     """
-    with _importing():
-        from asdl.gradient import batch_gradient as original
-    return original(model, closure, return_outputs, batch_size)
+    package: Any = imported(_asdl, "asdl", INSTALL)
+    return package.gradient.batch_gradient(model, closure, return_outputs, batch_size)
 
 
 class AsdlInterface(CurvatureInterface):

@@ -24,14 +24,12 @@ from laplace.core.batch import Inputs
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, obstacles_of
-from laplace.engines.engine import EngineOptions, Groups
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, imported, obstacles_of
+from laplace.engines.engine import Groups
 from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.functions import LayerCall
 from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.errors import CurvatureError
-from laplace.likelihoods.base import Likelihood
-from laplace.weights.problem import Problem
 
 # Which modules BackPACK differentiates correctly, and the chains of them that its second-order quantities need.
 
@@ -174,24 +172,18 @@ _ONE_AT_A_TIME = threading.RLock()
 """BackPACK keeps its active extensions and hooks in global variables."""
 
 
-def _package() -> ModuleType:
-    try:
-        import backpack
-        import backpack.context
-        import backpack.extensions
-    except ImportError as error:
-        raise missing("backpack", INSTALL, error) from error
+def _backpack() -> ModuleType:
+    import backpack
+    import backpack.context
+    import backpack.extensions
+
     return backpack
 
 
 class BackPackEngine(PackageEngine):
     """Base of both kinds of curvature: layers, and gradients per sample."""
 
-    package = "backpack"
-
-    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
-        super().__init__(problem, likelihood, options)
-        self.backpack = _package()
+    package, install, load = "backpack", INSTALL, staticmethod(_backpack)
 
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         return obstacles_of(watched, lambda call: layer_fault(call, factored=primitive == "kron"))
@@ -209,7 +201,7 @@ class BackPackEngine(PackageEngine):
             f = batch.module(batch.x)
             rows: list[Tensor] = []
             for column in f.T:
-                with self.backpack.backpack(self.backpack.extensions.BatchGrad(), retain_graph=True):
+                with self.api.backpack(self.api.extensions.BatchGrad(), retain_graph=True):
                     column.sum().backward(retain_graph=True)
                 rows.append(torch.cat(self._per_datum(batch, "grad_batch"), 1))
         return torch.stack(rows, 1)
@@ -223,11 +215,11 @@ class BackPackEngine(PackageEngine):
     def _extended(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """BackPACK's hooks on private modules; its global list of hooks is restored afterwards."""
         with _ONE_AT_A_TIME:
-            handles = self.backpack.context.CTX.hook_handles
+            handles = self.api.context.CTX.hook_handles
             before = len(handles)
             try:
                 for module in modules:
-                    self.backpack.extend(module)
+                    self.api.extend(module)
                 yield
             finally:
                 ours = handles[before:]
@@ -274,13 +266,13 @@ class BackPackGGNEngine(BackPackEngine):
         batch.treat_only(chosen)
         modules, x = chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen], known)
         extension = self._extension(quantity)
-        with self._extended([*modules, loss]), self.backpack.backpack(extension):
+        with self._extended([*modules, loss]), self.api.backpack(extension):
             loss(nn.Sequential(*modules)(x), batch.y).backward()
         return [getattr(batch.tensors[i], extension.savefield) for i in chosen]
 
     def _extension(self, quantity: str) -> Any:
         """An extension; its draws come from the global state, which is seeded anew and restored."""
-        extensions = self.backpack.extensions
+        extensions = self.api.extensions
         if self.generator is not None:
             torch.manual_seed(drawn_seed(self.generator))
         if not self.options.stochastic:
@@ -300,19 +292,19 @@ class BackPackEFEngine(BackPackEngine):
         return {"full": self._full, "blocks": self._blocks, "diag": self._diag, "jacobian": self._jacobian}
 
     def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
-        self._backward(batch, self.backpack.extensions.BatchGrad())
+        self._backward(batch, self.api.extensions.BatchGrad())
         gradients = self._per_datum(batch, "grad_batch")
         # The factor of the loss is a factor of every gradient, so that the Fisher has its square.
         return [self.factor**2 * gram(torch.cat([gradients[i] for i in group], 1)) for group in groups]
 
     def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
         batch.treat_only(chosen)
-        self._backward(batch, self.backpack.extensions.SumGradSquared())
+        self._backward(batch, self.api.extensions.SumGradSquared())
         sums = [batch.tensors[i].sum_grad_squared for i in chosen]  # pyright: ignore[reportAttributeAccessIssue]
         return {i: self.factor**2 * self.problem.slots[i].take(v) for i, v in zip(chosen, sums, strict=True)}
 
     def _backward(self, batch: CopiedBatch, extension: Any) -> None:
-        with self._extended(_layers(batch)), self.backpack.backpack(extension):
+        with self._extended(_layers(batch)), self.api.backpack(extension):
             self.loss(batch.module(batch.x), batch.y).backward()
 
 
@@ -327,7 +319,7 @@ def _cleanup(module: nn.Module) -> None:
     `backpack.context.CTX.remove_hooks()` takes the hooks off every module there is, and leaves the mark by which
     `extend` knows an extended module, so that it could not be extended again.
     """
-    backpack = _package()
+    backpack: Any = imported(_backpack, "backpack", INSTALL)
     names = (backpack.hook_store_io, backpack.hook_run_extensions)
     for part in module.modules():
         for hooks in (part._forward_hooks, part._backward_hooks):

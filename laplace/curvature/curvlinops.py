@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, missing, without_one_use
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, without_one_use
 from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
@@ -32,21 +33,22 @@ INSTALL = (
 )
 
 
+def _curvlinops() -> ModuleType:
+    import curvlinops
+
+    return curvlinops
+
+
 class CurvlinopsEngine(PackageEngine):
     """Operators of curvlinops on single batches, and its Kronecker factors."""
 
-    package = "curvlinops"
+    package, install, load = "curvlinops", INSTALL, staticmethod(_curvlinops)
     operator: str  # Name of the operator of products
     fisher_type: str | None = None  # KFAC's name of this kind of curvature, or None where there is no KFAC
     squared: bool = False  # Whether the curvature is quadratic in the loss, and so in the factor of its module
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
-        try:
-            import curvlinops
-        except ImportError as error:
-            raise missing("curvlinops", INSTALL, error) from error
-        self.curvlinops = curvlinops
         self.scale = self.factor**2 if self.squared else self.factor
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
@@ -126,7 +128,7 @@ class CurvlinopsEngine(PackageEngine):
     def _operator(self, name: str, batch: CopiedBatch, tensors: Sequence[Tensor], **options: Any) -> Any:
         """An operator of curvlinops on one batch; its check of determinism would only compute everything twice."""
         loss = () if name == "JacobianLinearOperator" else (self.loss,)
-        return getattr(self.curvlinops, name)(
+        return getattr(self.api, name)(
             batch.module, *loss, list(tensors), [(batch.x, batch.y)], check_deterministic=False,
             num_data=len(batch.y), batch_size_fn=lambda _: len(batch.y), **options,
         )  # fmt: skip

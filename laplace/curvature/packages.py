@@ -16,6 +16,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -181,11 +182,14 @@ class PackageEngine(CurvatureEngine):
     """Computes by a package what it computes correctly, and the rest by the native engine of the same kind."""
 
     package: str  # Its name
+    install: str  # The command that brings it
+    load: Callable[[], ModuleType]  # Imports it with the modules that are needed
     native_type: type[OuterEngine] | type[HessianEngine]  # Class of the native engine of the same kind
     needs_plan: bool = True  # Whether the outputs must split over the data, as all but the Hessian's must
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
+        self.api: Any = imported(self.load, self.package, self.install)
         self.native = self.native_type(problem, likelihood, options)
         self.kind = self.native.kind
         self.generator = self.native.generator if options.stochastic else None
@@ -353,9 +357,16 @@ class PackageEngine(CurvatureEngine):
         self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
 
 
-def missing(name: str, install: str, error: ImportError) -> MissingDependency:
-    """The error for an optional package that cannot be imported, with what installs it and leaves PyTorch alone."""
-    return MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}")
+def imported(load: Callable[[], ModuleType], name: str, install: str) -> ModuleType:
+    """An optional package; `install` is the command that brings it and leaves PyTorch alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own use of deprecated functions is no news to the user
+        try:
+            return load()
+        except ImportError as error:
+            raise MissingDependency(
+                f"this backend needs {name}, which cannot be imported ({error}); {install}"
+            ) from error
 
 
 def without_one_use(watched: ForwardPass) -> Reasons:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from laplace.core.batch import Inputs
+from laplace.core.memory import ran_out
 from laplace.core.positions import as_returned
 from laplace.engines.native.steps import CELLS, run_recurrent, weights_of
-from laplace.errors import UnsupportedError
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, own_precision
 from laplace.posterior.posterior import Posterior
@@ -81,7 +82,7 @@ class DrawnFunction(nn.Module):
         return self._at(x, {name: getattr(self, f"step_{i}") for i, name in enumerate(self._names)})
 
     def _at(self, x: Inputs, steps: dict[str, Tensor]) -> Tensor:
-        weights = {name: self.network.get_parameter(name) for name in self._names}
+        weights: dict[str, Tensor] = {name: self.network.get_parameter(name) for name in self._names}
 
         def run(tensors: dict[str, Tensor]) -> Tensor:
             return functional_call(self.network, tensors, (x,), tie_weights=self.tied)
@@ -92,8 +93,9 @@ class DrawnFunction(nn.Module):
             with sdpa_kernel(SDPBackend.MATH), _ByProducts() if self._by_products else nullcontext():
                 f, moved = jvp(run, (weights,), (steps,))[:2]
         except RuntimeError as error:  # of PyTorch's operations without one, or of a user's autograd.Function
-            if not any(word in str(error) for word in ("forward AD", "setup_context", "jvp")):
+            if ran_out(error):
                 raise
+            run(weights)  # raises what is wrong with the inputs
             reason = str(error).split(". ")[0].splitlines()[0]
             raise UnsupportedError(
                 f"the network cannot be differentiated in a direction of its weights ({reason}): take "
@@ -101,6 +103,33 @@ class DrawnFunction(nn.Module):
                 "setup_context and jvp."
             ) from error
         return f + moved
+
+    @staticmethod
+    def stacked(functions: Sequence[DrawnFunction], x: Inputs) -> Tensor:
+        """Values of several functions at x, `[S, B, C]`.
+
+        Of functions of one call of `la.draw` the network runs once for many, if vmap can: each costs two to three
+        forward passes then, whatever the size of the batch. One by one it is three, and more of a small network.
+
+        Args:
+            functions: At least one.
+            x: Inputs, as of each of them.
+
+        Raises:
+            InvalidArgument: No function.
+            UnsupportedError: An operation of the network has no derivative in a direction.
+        """
+        if not functions:
+            raise InvalidArgument("functions is empty; give those of la.draw(n).")
+        first = functions[0]
+        if all(function.network is first.network for function in functions):
+            steps = {
+                name: torch.stack([getattr(function, f"step_{i}") for function in functions])
+                for i, name in enumerate(first._names)
+            }
+            with suppress(RuntimeError):  # of what vmap has no rule for; a fault of the network is raised again
+                return vmap(first._at, in_dims=(None, 0), chunk_size=_AT_ONCE)(x, steps)
+        return torch.stack([function(x) for function in functions])
 
     def export(self, example_x: Inputs) -> nn.Module:
         """The function as a plain PyTorch module for batches of any size, that needs this library no longer.
@@ -118,19 +147,6 @@ class DrawnFunction(nn.Module):
         from laplace.deployment.export import exported
 
         return exported(self, example_x, None, {})
-
-
-def values_of(functions: Sequence[DrawnFunction], x: Inputs) -> Tensor:
-    """Values of the functions of one call at x, `[S, B, C]`; the network runs once for many of them, if vmap can."""
-    first = functions[0]
-    steps = {
-        name: torch.stack([getattr(function, f"step_{i}") for function in functions])
-        for i, name in enumerate(first._names)
-    }
-    try:
-        return vmap(first._at, in_dims=(None, 0), chunk_size=_AT_ONCE)(x, steps)
-    except RuntimeError:  # of what vmap has no rule for; a fault of the network is raised again
-        return torch.stack([function(x) for function in functions])
 
 
 _WITHOUT_DIRECTION = nn.RNNBase | nn.MultiheadAttention | ParametrizationList

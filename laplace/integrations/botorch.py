@@ -24,7 +24,7 @@ from torch import Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.precision_policy import widened
-from laplace.deployment.drawn import draw, values_of
+from laplace.deployment.drawn import DrawnFunction, draw
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
@@ -384,7 +384,7 @@ class FunctionSamples(SamplePath):
     def _prior(self, X: Tensor) -> Tensor:
         """f(x, θ*) + J (θ_s − θ*) at X `[*batch, n, d]`, `[S, *batch, n, m]`, float64."""
         x = X.reshape(-1, X.shape[-1]).to(self._posterior.expansion_point)
-        return widened(values_of(self._functions, x)).to(X.device).unflatten(1, X.shape[:-1])
+        return widened(DrawnFunction.stacked(self._functions, x)).to(X.device).unflatten(1, X.shape[:-1])
 
 
 @DrawMatheronPaths.register(LaplaceModel)

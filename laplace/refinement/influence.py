@@ -10,12 +10,15 @@ the posterior precision, the sum over all data and not their mean, so that score
 the damping. P⁻¹ g_q is solved once for every query, in the form of the structure: in the eigenbases of Kronecker
 factors, or for `matrix_free` by conjugate gradients with the exact GGN. A training input meets it as the factors of
 its gradient, Σ_t b_t ⊗ a_t for every layer; its gradient is never multiplied out.
+
+Many queries are nearly combinations of few. With G = V diag(σ²) Vᵀ the matrix of s(q, q') among the queries, the
+scores are V_k V_kᵀ s but for a share 1 − Σ_k σ² / tr G of their squares, were training gradients spread as P is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
+from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.engines.native.kinds import EFEngine
 from laplace.errors import InvalidData, UnsupportedError
@@ -48,10 +52,12 @@ class Influence:
             would be larger without the training input. Positive: it helps; negative: it harms. With `top` the k largest
             in size, `[B, k]`.
         indices: Places of these inputs in the loader, `[B, k]`; None for all of them.
+        kept: Share of the queries' squared size, Σ_q g_qᵀ P⁻¹ g_q, that `rank` kept; 1 without.
     """
 
     scores: Tensor
     indices: Tensor | None = None
+    kept: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +82,7 @@ def influence(
     y: Tensor,
     *,
     top: int | None = None,
+    rank: int | None = None,
     damping: float | Tensor | None = None,
     progress_bar: bool = False,
 ) -> Influence:
@@ -83,31 +90,44 @@ def influence(
 
     Raises:
         NotFittedError: Before a fit.
-        InvalidArgument: `top` or `damping` is not positive.
+        InvalidArgument: `top`, `rank` or `damping` is not positive.
         InvalidData: No data, or data that cannot be used.
         UnsupportedError: A sharded posterior, or one with weighted data.
     """
-    if top is not None:
-        check_counts(top=top)
+    check_counts(**{name: value for name, value in (("top", top), ("rank", rank)) if value is not None})
     posterior = posterior.unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
     gradients = _Gradients.of(posterior, "influence")
     at = posterior if damping is None else posterior.assigned(prior_precision=damping)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
-        asked = gradients.counted((x, y))
-        if asked is None or len(asked[1]) != len(y):
+        *asked, counts = gradients.counted((x, y))
+        if not bool(counts.all()):
             raise InvalidData("labels of y are ignored, of which there is no loss; leave these inputs out.")
-        solved = at.precision().solve(gradients.of_batch(*asked)[0].dense()[:, 0])
-        parts: list[tuple[Tensor, Tensor]] = []
-        for jacobian, _, where in gradients.of_loader(loader, "influence", progress_bar=progress_bar):
+        rows = gradients.of_batch(*asked)[0].dense()[:, 0]
+        solved, combine, kept = at.precision().solve(rows), None, 1.0
+        if rank is not None and rank < len(solved):
+            solved, combine, kept = _few(solved, rows, rank)
+
+        def scored(jacobian: Jacobian, _: Tensor) -> Tensor:
             scores = torch.cat([jacobian.apply(some)[..., 0] for some in solved.split(_AT_ONCE)])
-            parts.append((scores, where.to(scores.device).expand_as(scores)))
+            return scores if combine is None else combine @ scores
+
+        parts: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for scores in gradients.each(loader, "influence", len(counts), scored, progress_bar=progress_bar):
+            places = torch.arange(start, start := start + scores.shape[1], device=scores.device)
+            parts.append((scores, places.expand_as(scores)))
             if top is not None:
                 parts = [_largest(parts, top)]
         scores, places = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-        if top is None:
-            whole = scores.new_zeros(len(scores), gradients.n_seen[0])
-            return Influence(whole.index_copy_(1, places[0], scores))
-    return Influence(scores, places)
+    return Influence(scores, None if top is None else places, kept)
+
+
+def _few(solved: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    """Combinations `[k, P]` of B solutions P⁻¹ g, what makes these of them again `[B, k]`, and the share that stays."""
+    inner = widened(solved) @ widened(rows).T
+    values, vectors = torch.linalg.eigh(0.5 * (inner + inner.T))
+    chosen = vectors[:, -rank:].to(solved)
+    return chosen.T @ solved, chosen, float(values[-rank:].sum() / values.sum())
 
 
 def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, Tensor]:
@@ -129,12 +149,12 @@ def label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: b
     gradients = _Gradients.of(posterior, "label_errors")
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         precision = posterior.precision()
-        parts = [
-            (precision.variance(jacobian, "diagonal")[:, 0], loss, where.to(loss.device))
-            for jacobian, loss, where in gradients.of_loader(loader, "label errors", progress_bar=progress_bar)
-        ]
-        *found, places = (torch.cat(column) for column in zip(*parts, strict=True))
-        scores, losses = (v.new_zeros(gradients.n_seen[0]).index_copy_(0, places, v) for v in found)
+
+        def scored(jacobian: Jacobian, losses: Tensor) -> Tensor:
+            return torch.stack([widened(precision.variance(jacobian, "diagonal")[:, 0]), widened(losses)])
+
+        found = gradients.each(loader, "label errors", 2, scored, progress_bar=progress_bar)
+        scores, losses = torch.cat(list(found), 1).to(posterior.expansion_point)
     return LabelErrors(scores.argsort(descending=True, stable=True), scores, losses)
 
 
@@ -146,13 +166,11 @@ class _Gradients:
         posterior: A fitted posterior.
         engine: Pulls gradients of the loss back.
         scale: 1/(σ²T), of every output where they differ.
-        n_seen: Number of inputs that a loader gave so far, with those whose labels are ignored; one entry.
     """
 
     posterior: Posterior
     engine: EFEngine
     scale: Tensor
-    n_seen: list[int] = field(default_factory=lambda: [0])
 
     @classmethod
     def of(cls, posterior: Posterior, what: str) -> _Gradients:
@@ -171,38 +189,41 @@ class _Gradients:
         scale = posterior.likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature)
         return cls(posterior, engine, scale.detach())
 
-    def of_loader(
-        self, loader: Iterable[Any], label: str, *, progress_bar: bool
-    ) -> Iterator[tuple[Jacobian, Tensor, Tensor]]:
-        """Gradients and losses of every batch, and places in the loader of its inputs whose labels are not ignored."""
+    def each(
+        self,
+        loader: Iterable[Any],
+        label: str,
+        n_rows: int,
+        measure: Callable[[Jacobian, Tensor], Tensor],
+        *,
+        progress_bar: bool,
+    ) -> Iterator[Tensor]:
+        """What `measure` makes of gradients and losses, `[R, B]` of every batch; 0 where a label is ignored."""
         bar, n_data = DataBar(label, loader, shown=progress_bar), 0
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
-                places = self._places(item)
-                counted = self.counted(item)
-                if counted is None:
-                    continue
-                part = self.of_batch(*counted)
-            yield *part, places
-            n_data += part[0].n_data
-            bar.add(part[0].n_data)
+                x, y, counts = self.counted(item)
+                values = widened(self.posterior.expansion_point.new_zeros(n_rows, len(counts)))
+                if len(y):
+                    found = measure(*self.of_batch(x, y))
+                    values = values.to(found)
+                    values[:, counts] = found
+            yield values
+            n_data += len(y)
+            bar.add(len(y))
         bar.close()
         if not n_data:
             raise InvalidData("the loader gave no data, or all are ignored; give the data of the fit.")
 
-    def _places(self, item: Any) -> Tensor:
-        """Places in the loader of the inputs of a batch whose labels are not ignored."""
-        rules = self.engine.target_rules
-        _, y = next_token.split(item, self.posterior.choices.dict_key_y, self.engine.problem.module, rules)
-        keep, start = batches.counting(y, rules.ignore_index), self.n_seen[0]
-        self.n_seen[0] += len(y)
-        places = torch.arange(start, self.n_seen[0])
-        return places if keep is None else places[keep.cpu()]
-
-    def counted(self, item: Any) -> tuple[Inputs, Tensor] | None:
-        """Inputs and targets of a batch, without ignored ones; None if there are none."""
+    def counted(self, item: Any) -> tuple[Inputs, Tensor, Tensor]:
+        """Inputs and targets of a batch without ignored ones, and which of its B inputs these are, `[B]`."""
         problem, rules = self.engine.problem, self.engine.target_rules
-        return next_token.counted(item, self.posterior.choices.dict_key_y, problem.device, rules, problem.module)
+        x, y = next_token.split(item, self.posterior.choices.dict_key_y, problem.module, rules)
+        x, y = batches.to_device(x, problem.device), y.to(problem.device)
+        counts = batches.counting(y, rules.ignore_index)
+        if counts is None or bool(counts.all()):
+            return x, y, torch.ones(len(y), dtype=torch.bool, device=y.device)
+        return batches.select(x, counts, len(y)), y[counts], counts
 
     def of_batch(self, x: Inputs, y: Tensor) -> tuple[Jacobian, Tensor]:
         """Gradients of B inputs as a Jacobian `[B, 1, P]`, summed over positions, and losses `[B]`."""

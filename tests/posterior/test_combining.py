@@ -286,6 +286,28 @@ def test_the_posterior_of_ivon_is_its_own() -> None:
     torch.testing.assert_close(la.posterior_variance, 1 / (50 * (hess + 0.02)))
 
 
+def test_the_posterior_of_the_ivon_package_is_its_own() -> None:
+    ivon = pytest.importorskip("ivon", reason="pip install --no-deps ivon-opt")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = ivon.IVON(model.parameters(), lr=0.1, ess=40, weight_decay=0.01, hess_init=0.5)
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    for _ in range(5):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    la = laplace.from_optimizer(optimizer, model, 40)
+    mean = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(la.mean, mean.detach())
+    drawn = []
+    for _ in range(4000):
+        with optimizer.sampled_params():
+            drawn.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    ratio = torch.stack(drawn).var(0) / la.posterior_variance
+    assert ((ratio - 1).abs() < 5 * (2 / 4000) ** 0.5).all()
+
+
 # What would be wrong in silence.
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
-from laplace.deployment.drawn import values_of
-from laplace.errors import InvalidArgument, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.deployment.drawn import DrawnFunction
+from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
 from tests import problems as catalogue
 from tests.reference.compare import assert_close
 
@@ -61,7 +61,7 @@ def test_moments_over_draws_and_calls_are_those_of_the_posterior(weights: str, s
     options |= {"n_subset": 30} if structure == "gp" else {}
     la = fitted(weights, structure, **options)
     functions = la.draw(10_000, generator=seeded())
-    values = torch.cat([values_of(functions, X[:2]), values_of(functions, X[2:])], 1)  # separate calls
+    values = torch.cat([DrawnFunction.stacked(functions, x) for x in (X[:2], X[2:])], 1)  # separate calls
     assert torch.equal(values[7, 2], functions[7](X[2:])[0]) or torch.allclose(values[7, 2], functions[7](X[2:])[0])
     mean, covariance = la.predictive_moments(X, joint=True)
     rows = values.flatten(1) - mean
@@ -80,7 +80,7 @@ def test_a_refined_posterior_is_drawn_around_its_mode(structure: str) -> None:
     data = [(torch.randn(30, 2, generator=seeded(2)).double(), torch.randn(30, 2, generator=seeded(3)).double())]
     la.fit(data)
     la.refine(data)
-    values = values_of(la.draw(4000, generator=seeded()), X)
+    values = DrawnFunction.stacked(la.draw(4000, generator=seeded()), X)
     mean, variance = la.predictive_moments(X, diagonal_output=True)
     assert ((values.mean(0) - mean).abs() <= 4 * (variance / 4000).sqrt()).all()
     with pytest.raises(UnsupportedError, match="after refine"):
@@ -166,6 +166,7 @@ def test_functions_of_a_mixture_are_of_its_components() -> None:
     mixture = MixtureLaplace(parts, weights=[0.25, 0.75])
     functions = mixture.draw(2000, generator=seeded())
     values = torch.stack([function(X) for function in functions])
+    assert torch.equal(DrawnFunction.stacked(functions[:20], X), values[:20])
     mean, variance = mixture(X, diagonal_output=True)
     assert ((values.mean(0) - mean).abs() <= 5 * (variance / 2000).sqrt()).all()
     assert ((values.var(0) - variance).abs() <= 0.25 * variance).all()
@@ -210,6 +211,11 @@ def test_bad_input_is_refused() -> None:
             MixtureLaplace([fitted(), fitted()]).draw(n)  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotFittedError):
         Laplace(nn.Linear(2, 2), "regression", "all", "diag").draw(1)
+    with pytest.raises(InvalidArgument, match="functions"):
+        DrawnFunction.stacked([], X)
+    for call in (la.draw(1)[0], lambda x: DrawnFunction.stacked(la.draw(2), x)):
+        with pytest.raises(InvalidData, match="do not fit the network"):
+            call(torch.zeros(3, 5).double())
     with torch.no_grad():
         la.model[0].weight.mul_(2.0)
     with pytest.raises(ModelChangedError):

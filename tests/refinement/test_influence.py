@@ -110,6 +110,22 @@ def test_the_largest_are_streamed() -> None:
     assert la.influence(problem.batches(3), problem.x[:3], problem.y[:3], top=10**6).scores.shape == whole.shape
 
 
+@pytest.mark.parametrize("structure", ["full", "ekfac", "diag"])
+def test_few_combinations_of_the_queries_are_the_best_ones(structure: str) -> None:
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem, structure=structure)
+    asked = problem.batches(4), problem.x[:6], problem.y[:6]
+    rows = gradients(la, problem.x, problem.y)
+    root = torch.linalg.cholesky(dense(la))
+    white = torch.linalg.solve_triangular(root, rows.T, upper=False).T  # P^(−½) g
+    u, s, v = torch.linalg.svd(white[:6], full_matrices=False)
+    found = la.influence(*asked, rank=3)
+    assert_close(found.scores, (u[:, :3] * s[:3] @ v[:3] @ white.T).detach(), "backend")
+    assert found.kept == pytest.approx(float(s[:3].square().sum() / s.square().sum()))
+    whole = la.influence(*asked)
+    assert torch.equal(la.influence(*asked, rank=6).scores, whole.scores) and whole.kept == 1.0
+
+
 def test_damping_is_another_prior_precision() -> None:
     problem = catalogue.get("mlp_classification")
     la, other = fitted(problem), fitted(problem)
@@ -228,6 +244,8 @@ def test_bad_input_is_refused_and_nothing_changes() -> None:
     for top in (0, -1, 1.5):
         with pytest.raises(InvalidArgument, match="top="):
             la.influence([(x, y)], x, y, top=top)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InvalidArgument, match="rank="):
+            la.influence([(x, y)], x, y, rank=top)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidData):
         la.influence([], x, y)
     with pytest.raises(InvalidData):
