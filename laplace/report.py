@@ -20,7 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +125,20 @@ class Predictions:
         return self.values[0].detach(), self.values[1].detach()
 
 
+@dataclass(frozen=True, eq=False)
+class Strangers:
+    """Scores by which one model tells data of another kind apart, larger is stranger: what, of test data, of others."""
+
+    score: str
+    inside: Tensor  # `[N]`
+    outside: Tensor  # `[M]`
+
+    def figures(self) -> dict[str, float]:
+        """AUROC and FPR95."""
+        inside, outside = (-widened(part.detach().cpu()) for part in (self.inside, self.outside))
+        return {"auroc": float(metrics.auroc(inside, outside)), "fpr95": float(metrics.fpr95(inside, outside))}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Report:
     """A report on predictions: it prints as text, and `save` writes it as HTML, PNG or JSON.
@@ -133,8 +147,10 @@ class Report:
         verdicts: Whether each model is calibrated; that of the model in question comes first.
         comparison: Scores of both models with paired standard errors, or of one.
         classes: Predicted and observed frequencies of the classes, the most different ones first; of regression empty.
-        ood: `auroc` and `fpr95` of each model's largest probability (regression: its variance) between the test data
-            and data of another kind, by model; empty if none were given.
+        ood: `auroc` and `fpr95` of each model's score between the test data and data of another kind, by model; empty
+            if none were given.
+        ood_scores: What each model's score was: its largest probability (regression: its variance), of a posterior of
+            `la.report` the default of `la.ood_score`.
         advice: What to do next, a sentence each.
         n_data: Number of inputs.
         suspicious: Places of the training inputs whose labels contradict the others most, with their self-influence in
@@ -149,8 +165,22 @@ class Report:
     n_data: int
     _models: tuple[Predictions, ...]
     _y: Tensor
-    _strange: tuple[Tensor, ...]
     suspicious: tuple[tuple[int, float], ...] = ()
+    ood_scores: Mapping[str, str] = field(default_factory=dict)
+    _strangers: tuple[Strangers, ...] = ()
+
+    def with_strangers(self, strangers: Mapping[str, Strangers]) -> Report:
+        """The report with what tells data of another kind apart, by model."""
+        told = {name: part.figures() for name, part in strangers.items()}
+        blind = tuple(
+            f"Do not trust {_the(name)} to notice data of another kind (AUROC {values['auroc']:.2f})."
+            for name, values in told.items()
+            if values["auroc"] < _BLIND
+        )
+        scores = {name: part.score for name, part in strangers.items()}
+        return replace(
+            self, ood=told, ood_scores=scores, advice=(*self.advice, *blind), _strangers=tuple(strangers.values())
+        )
 
     @property
     def verdict(self) -> str:
@@ -169,6 +199,7 @@ class Report:
             "names": list(self.comparison.names[: len(self._models)]),
             "classes": [vars(row) for row in self.classes],
             "ood": {name: dict(values) for name, values in self.ood.items()},
+            "ood_scores": dict(self.ood_scores),
             "advice": list(self.advice),
             "suspicious": [list(row) for row in self.suspicious],
         }
@@ -188,8 +219,8 @@ class Report:
         else:
             diagrams.append(lambda ax: plotting.quantile_diagram(ax, {m.name: m.moments for m in models}, y))
             diagrams.append(lambda ax: _draw_coverage(ax, models, y))
-        if self._strange:
-            diagrams.append(lambda ax: _draw_strangers(ax, models, self._strange))
+        if self._strangers:
+            diagrams.append(lambda ax: _draw_strangers(ax, models[0].name, self._strangers[0]))
         figure, axes = plotting.new_figure(len(diagrams))
         for ax, diagram in zip(axes, diagrams, strict=True):
             diagram(ax)
@@ -224,7 +255,8 @@ class Report:
             lines += [f"{title.ljust(width)}  {value:>8}" for title, value in rows]
         lines.append("")
         for name, values in self.ood.items():
-            lines.append(f"Data of another kind: AUROC {values['auroc']:.3f}, FPR95 {values['fpr95']:.3f} ({name})")
+            figures = f"AUROC {values['auroc']:.3f}, FPR95 {values['fpr95']:.3f}"
+            lines.append(f"Data of another kind: {figures} ({name}, {self.ood_scores[name]})")
         if self.suspicious:
             lines.append(f"Suspicious labels: training inputs {', '.join(str(i) for i, _ in self.suspicious)}")
         lines += [f"- {sentence}" for sentence in self.advice]
@@ -251,8 +283,11 @@ class Report:
         image = base64.b64encode(_png(self.figure())).decode()
         parts.append(f'<h2>Diagrams</h2><img alt="diagrams" src="data:image/png;base64,{image}">')
         if self.ood:
-            rows = [(name, f"{values['auroc']:.3f}", f"{values['fpr95']:.3f}") for name, values in self.ood.items()]
-            parts.append("<h2>Data of another kind</h2>" + table([("", "AUROC", "FPR95"), *rows]))
+            rows = [
+                (name, self.ood_scores[name], f"{values['auroc']:.3f}", f"{values['fpr95']:.3f}")
+                for name, values in self.ood.items()
+            ]
+            parts.append("<h2>Data of another kind</h2>" + table([("", "score", "AUROC", "FPR95"), *rows]))
         if self.classes:
             rows = [(r.name, f"{r.frequency:.4f}", f"{r.predicted:.4f}", f"{r.p_value:.2g}") for r in self.classes]
             parts.append(
@@ -325,14 +360,11 @@ def of_probabilities(
     strange = _strange(ood, network is not None, probs.shape[1])
     verdicts = [_verdict_of_classes(model, y, source) for model in models]
     rows = _class_rows(probs.detach(), y, classes)
-    told = {
-        model.name: _told_apart(model.probs.amax(1), other.amax(1))
-        for model, other in zip(models, strange, strict=False)
-    }
     flagged = tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))  # Bonferroni's correction
-    advice = _advice(verdicts, comparison, len(models), len(y), told, flagged)
+    advice = _advice(verdicts, comparison, len(models), len(y), flagged)
     shown = tuple(sorted(rows, key=lambda row: row.p_value)[:_SHOWN])
-    return Report(tuple(verdicts), comparison, shown, told, advice, len(y), models, y, strange)
+    report = Report(tuple(verdicts), comparison, shown, {}, advice, len(y), models, y)
+    return report.with_strangers(dict(map(strangers_of, models, strange)))
 
 
 def of_gaussians(
@@ -372,12 +404,16 @@ def of_gaussians(
     comparison = data.compared(source, (sides[-1].name, second))
     strange = _strange(ood, network is not None, n_outputs)
     verdicts = [_verdict_of_targets(side, y) for side in sides]
-    told = {
-        side.name: _told_apart(-side.moments[1].sum(1), -other.sum(1))
-        for side, other in zip(sides, strange, strict=False)
-    }
-    advice = _advice(verdicts, comparison, len(sides), len(y), told, ())
-    return Report(tuple(verdicts), comparison, (), told, advice, len(y), tuple(sides), y, strange)
+    advice = _advice(verdicts, comparison, len(sides), len(y), ())
+    report = Report(tuple(verdicts), comparison, (), {}, advice, len(y), tuple(sides), y)
+    return report.with_strangers(dict(map(strangers_of, sides, strange)))
+
+
+def strangers_of(model: Predictions, other: Tensor) -> tuple[str, Strangers]:
+    """Name of a model, and how sure it is of the test data and of others, of which probabilities or variances are."""
+    if model.of_classes:
+        return model.name, Strangers("1 − largest probability", 1 - model.probs.amax(1), 1 - other.amax(1))
+    return model.name, Strangers("predicted variance", model.moments[1].sum(1), other.sum(1))
 
 
 # Verdicts.
@@ -461,7 +497,6 @@ def _advice(
     comparison: Comparison,
     n_models: int,
     n_data: int,
-    ood: Mapping[str, Mapping[str, float]],
     flagged: tuple[str, ...],
 ) -> tuple[str, ...]:
     sentences: list[str] = []
@@ -485,9 +520,6 @@ def _advice(
     if flagged:
         names = ", ".join(flagged[:5]) + (" and others" if len(flagged) > 5 else "")
         sentences.append(f"Look at the classes {names}: they are predicted more or less often than they occur.")
-    for name, values in ood.items():
-        if values["auroc"] < _BLIND:
-            sentences.append(f"Do not trust {_the(name)} to notice data of another kind (AUROC {values['auroc']:.2f}).")
     return tuple(sentences)
 
 
@@ -510,12 +542,6 @@ def _scores_of_targets(model: Predictions, y: Tensor) -> dict[str, Tensor]:
     """Scores of every row, `[N]`, as `la.compare` has them."""
     mean, variance, y = (widened(values.detach().cpu()) for values in (*model.moments, y))
     return scores_of(Gaussian(), (mean, variance), y, mean.new_zeros(()))
-
-
-def _told_apart(inside: Tensor, outside: Tensor) -> dict[str, float]:
-    """AUROC and FPR95 of a score that is smaller for data of another kind."""
-    inside, outside = widened(inside.detach().cpu()), widened(outside.detach().cpu())
-    return {"auroc": float(metrics.auroc(inside, outside)), "fpr95": float(metrics.fpr95(inside, outside))}
 
 
 def _wilson(right: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -578,19 +604,14 @@ def _draw_coverage(ax: Axes, models: tuple[Predictions, ...], y: Tensor) -> None
     ax.legend(frameon=False)
 
 
-def _draw_strangers(ax: Axes, models: tuple[Predictions, ...], strange: tuple[Tensor, ...]) -> None:
-    """How sure the model in question is of the test data, and of data of another kind."""
-    model, other = models[0], widened(strange[0].cpu())
-    if model.of_classes:
-        inside, outside, xlabel = widened(model.probs.cpu()).amax(1), other.amax(1), "confidence"
-    else:
-        inside = widened(model.moments[1].cpu()).sum(1).sqrt()
-        outside, xlabel = other.sum(1).sqrt(), "predicted standard deviation"
+def _draw_strangers(ax: Axes, name: str, strangers: Strangers) -> None:
+    """Scores of the test data, and of data of another kind, of the model in question."""
+    inside, outside = (widened(part.detach().cpu()) for part in (strangers.inside, strangers.outside))
     ends = float(torch.cat([inside, outside]).min()), float(torch.cat([inside, outside]).max())
-    for values, name, colour in ((inside, "test data", "#0072B2"), (outside, "data of another kind", "#D55E00")):
+    for values, label, colour in ((inside, "test data", "#0072B2"), (outside, "data of another kind", "#D55E00")):
         weights = [1 / len(values)] * len(values)
-        ax.hist(values.tolist(), bins=20, range=ends, weights=weights, alpha=0.6, color=colour, label=name)
-    ax.set(xlabel=xlabel, ylabel="share", title=model.name)
+        ax.hist(values.tolist(), bins=20, range=ends, weights=weights, alpha=0.6, color=colour, label=label)
+    ax.set(xlabel=strangers.score, ylabel="share", title=name)
     ax.legend(frameon=False)
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from laplace.core import nested
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.features import FeatureStatistics
 from laplace.posterior.manual_fit import with_parts, without_data
 from laplace.posterior.posterior import Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, move
@@ -79,7 +81,14 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         "refinement": None if refinement is None else refinement.state(),
         **_assigned(posterior),
         **({} if posterior.calibration is None else {"calibration": posterior.calibration.state()}),
+        **_for_ranking(posterior.require_fitted()),
     }
+
+
+def _for_ranking(data: Fitted) -> dict[str, Any]:
+    """What scores of distance from the data keep: what an evidence chose, and where the features lie."""
+    chosen = {} if data.by_evidence is None else {"by_evidence": data.by_evidence.state()}
+    return chosen if data.features is None else {**chosen, "features": data.features.state()}
 
 
 def _assigned(posterior: Posterior) -> dict[str, Tensor]:
@@ -166,7 +175,12 @@ def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature)
     refinement = None if refined is None else Refinement.from_state(refined, fit, structure, to)
     fingerprint = Fingerprint.of(posterior.model, attributes=state.get("attributes"))
     own = {name: move(state.get(name), to, None) for name in ("assigned_mean", "posterior_scale")}
-    data = Fitted(fit, state["mean"].to(to), ModelWatch(fingerprint), refinement, own["assigned_mean"])
+    chosen, features = state.get("by_evidence"), state.get("features")
+    data = Fitted(
+        fit, state["mean"].to(to), ModelWatch(fingerprint), refinement, own["assigned_mean"],
+        by_evidence=None if chosen is None else Hyperparameters.from_state(chosen, to),
+        features=None if features is None else FeatureStatistics.from_state(features, to),
+    )  # fmt: skip
     calibration = None if state.get("calibration") is None else Calibration.from_state(state["calibration"], to)
     return replace(posterior, data=data, root=own["posterior_scale"], calibration=calibration)
 

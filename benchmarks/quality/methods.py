@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from benchmarks.quality.data import Pair, Split
 from benchmarks.quality.networks import trained
 from benchmarks.quality.rows import Row
-from laplace import Laplace
+from laplace import Laplace, metrics
 from laplace.posterior.calibration import Calibration
+from laplace.tuning.ood import METHODS
 
 Predicted = Any
 """Probabilities `[N, C]`, or `(mean, variance)`."""
@@ -32,6 +33,7 @@ POSTERIORS: dict[str, tuple[Any, Any]] = {
 }
 NETWORK, TEMPERATURE, ENSEMBLE, DROPOUT = "network", "temperature scaling", "ensemble of five", "MC dropout"
 EVIDENCE, CALIBRATE, REFITS = "evidence", "calibrate", "calibrate without validation data"
+OOD_METHODS: list[Any] = list(METHODS)
 N_MEMBERS, N_PASSES, DROPOUT_RATE = 5, 50, 0.1
 
 
@@ -102,6 +104,22 @@ def laplace_columns(model: nn.Module, split: Split, posterior: str) -> Iterator[
         note = f"δ = {float(tuned.prior_precision):.3g}"
     yield Column(EVIDENCE, posterior, _of(tuned), note)
     yield calibrated(model, split, posterior, batches(split.val))
+
+
+def unseen_scores(row: Row, split: Split, seed: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """AUROC and FPR95 of every score of `la.ood_score` between test data and unseen inputs, by posterior and score."""
+    if split.unseen is None:
+        return {}
+    model, train = trained(row.make, split, seed, **row.options), batches(split.train)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for posterior in row.posteriors:
+        la = Laplace(model, "classification", *POSTERIORS[posterior])
+        la.fit(train)
+        inside = la.ood_score(split.test[0], OOD_METHODS, train_loader=train)
+        outside = la.ood_score(split.unseen, OOD_METHODS)
+        pairs = {name: (-inside[name], -outside[name]) for name in inside}
+        found[posterior] = {n: (float(metrics.auroc(*p)), float(metrics.fpr95(*p))) for n, p in pairs.items()}
+    return found
 
 
 def calibrated(model: nn.Module, split: Split, posterior: str, val: list[Pair] | None) -> Column:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -51,6 +51,15 @@ class Hyperparameters:
         """The same values elsewhere, without a graph."""
         values = {field.name: getattr(self, field.name).detach() for field in fields(self)}
         return Hyperparameters(**{name: value.to(device=device, dtype=dtype) for name, value in values.items()})
+
+    def state(self) -> dict[str, Tensor]:
+        """The values by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor], device: torch.device) -> Hyperparameters:
+        """The hyper-parameters of a state, on a device."""
+        return cls(**{name: value.to(device) for name, value in state.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -160,14 +160,13 @@ class Calibration:
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings, from which it is made again."""
-        before = {each.name: getattr(self.before, each.name) for each in fields(self.before)}
-        state = self._values() | {"before": before, "table": dict(self.table)}
+        state = self._values() | {"before": self.before.state(), "table": dict(self.table)}
         return {name: value for name, value in state.items() if name != "_undo"}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Calibration:
         """The calibration of a state, on a device."""
-        before = Hyperparameters(**{name: value.to(device) for name, value in state["before"].items()})
+        before = Hyperparameters.from_state(state["before"], device)
         moved = {name: state[name].to(device) for name in ("prior_precision", "sigma_noise", "network_noise")}
         return cls(**(state | moved | {"before": before, "table": dict(state["table"])}))
 

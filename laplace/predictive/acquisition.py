@@ -12,7 +12,6 @@ know, so that near copies are not chosen twice (Kirsch et al., 2019).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +28,9 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import jacobians
-from laplace.predictive.predict import is_loader
+from laplace.predictive.predict import in_parts
 
 AcquisitionScore = Literal["bald", "epig"]
-
-_AT_ONCE = 500
-"""Inputs of a tensor that are predicted at once."""
 
 _SAME = 1e-9
 """Relative difference of scores that is rounding: the first of equal inputs is chosen, whatever the processor."""
@@ -98,7 +94,7 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progre
     scale = widened(likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature).detach()).sqrt()
     parts = []
     bar = DataBar(label, pool, shown=progress_bar)
-    for x in _inputs(pool):
+    for x in in_parts(pool):
         for jacobian, f in jacobians(engine, x, None, create_graph=False):
             require_none(jacobian.positions, "la.acquire", "Score inputs by la.predict(x).mutual_information")
             step = posterior.refined_step
@@ -111,15 +107,6 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progre
     if not parts:
         raise InvalidData("the pool holds no inputs.")
     return torch.cat(parts, 1)
-
-
-def _inputs(pool: Any) -> Iterator[Any]:
-    if is_loader(pool):
-        yield from (batches.inputs(batch) for batch in pool)
-        return
-    count = batches.size(pool, "")
-    for start in range(0, count, _AT_ONCE):
-        yield batches.select(pool, slice(start, start + _AT_ONCE), count)
 
 
 def _information(found: Tensor) -> Tensor:

@@ -153,7 +153,13 @@ def linearised(
     pieces = jacobians(engine, x, choice, create_graph=create_graph)
     if torch.is_grad_enabled() and not create_graph:
         pieces = _without_graph(pieces)
-    pieces = shifted(pieces, step)
+    return gaussian_of(shifted(pieces, step), precision, form, wide=wide, group_size=group_size)
+
+
+def gaussian_of(
+    pieces: Pieces, precision: Precision, form: str, *, wide: bool = False, group_size: int | None = None
+) -> Gaussian:
+    """The same of Jacobians with the means of the outputs."""
     if form == "joint" and group_size is None:
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)

@@ -39,6 +39,20 @@ def is_loader(x: Any) -> bool:
     return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
 
 
+_AT_ONCE = 500
+"""Inputs of a tensor that are predicted at once."""
+
+
+def in_parts(x: Any) -> Iterator[Inputs]:
+    """The inputs of a loader, batch by batch, or of a tensor, tuple or mapping, a few hundred at a time."""
+    if is_loader(x):
+        yield from (batches.inputs(batch) for batch in x)
+        return
+    count = batches.size(x, "")
+    for start in range(0, count, _AT_ONCE):
+        yield batches.select(x, slice(start, start + _AT_ONCE), count)
+
+
 def predicted_batches(
     predict: Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction],
     loader: Iterable[Any],

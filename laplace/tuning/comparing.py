@@ -25,10 +25,19 @@ from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
 from laplace.refinement.influence import label_errors
-from laplace.report import N_SUSPICIOUS, Report, of_gaussians, of_probabilities
+from laplace.report import (
+    N_SUSPICIOUS,
+    Predictions,
+    Report,
+    Strangers,
+    of_gaussians,
+    of_probabilities,
+    strangers_of,
+)
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation
+from laplace.tuning.ood import Ranking, checked_methods, default_method
 
 Predict = Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction]
 
@@ -110,8 +119,13 @@ def reported(
         between = rows.average([(each - mean).square() for each in f])
         return rows, [rows.mean, rows.variance], [mean, between + noise.square()]
 
+    score = default_method(group)
+    methods = checked_methods(group, score) if ood is not None else ()
+    ranking = Ranking.of(group, methods, None, options.n_samples, None) if methods else None
     sides: tuple[list[list[Tensor]], list[list[Tensor]]] = ([], [])
-    strange: tuple[list[Tensor], list[Tensor]] = ([], [])
+    network_outside: list[Tensor] = []
+    inside: list[Tensor] = []
+    outside: list[Tensor] = []
     labels: list[Tensor] = []
     data = Validation(loader, ood, progress_bar=progress_bar)
     with group.same_random_states(), autograd_mode(), torch.no_grad():
@@ -122,23 +136,25 @@ def reported(
                 labels.append(targets.counted(network[0])[1])
                 for side, values in zip(sides, (posterior, network), strict=True):
                     side.append([targets.counted(value)[0] for value in values])
-        for name, x in data.ood_inputs(first) if ood is not None else ():
-            with named(name):
-                _, posterior, network = both(x)
-                strange[0].append(network[-1])  # probabilities, or variances
-                strange[1].append(posterior[-1])
+                if ranking is not None:
+                    inside.append(targets.counted(ranking.scores(x)[0][score].unsqueeze(1))[0])
+        if ranking is not None:
+            for name, x in data.ood_inputs(first):
+                with named(name):
+                    network_outside.append(both(x)[2][-1])  # probabilities, or variances
+                    outside.append(ranking.scores(x)[0][score])
     ours, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
-    given: Any = {
-        "ood": None if ood is None else tuple(torch.cat(side).cpu() for side in strange),
-        "names": ("ensemble" if len(group.posteriors) > 1 else "network", "posterior"),
-        "generator": drawn,
-    }
+    names = ("ensemble" if len(group.posteriors) > 1 else "network", "posterior")
     y = torch.cat(labels).cpu()
     if likelihood.has_noise:
-        (mean, variance), (network_mean, network_variance) = ours, theirs
-        found = of_gaussians(mean, variance, y, network=(network_mean, network_variance), **given)
+        (mean, variance), network = ours, (theirs[0], theirs[1])
+        found = of_gaussians(mean, variance, y, network=network, names=names, generator=drawn)
     else:
-        found = of_probabilities(ours[0], y, network=theirs[0], **given)
+        found = of_probabilities(ours[0], y, network=theirs[0], names=names, generator=drawn)
+    if ranking is not None:
+        told = Strangers(f"{score} of la.ood_score", torch.cat(inside).squeeze(1), torch.cat(outside))
+        others = strangers_of(Predictions(names[0], tuple(theirs)), torch.cat(network_outside).cpu())
+        found = found.with_strangers(dict([(names[1], told), others]))
     return found if train is None else replace(found, suspicious=_suspicious(group, train, progress_bar))
 
 

@@ -287,7 +287,10 @@ class Tunable(ABC):
         from laplace.tuning.search import report
 
         report(result)
-        self._take_over(tuned := posteriors.assigned(**result.values_of(names)))
+        tuned = posteriors.assigned(**result.values_of(names))
+        if by_evidence:
+            tuned = tuple(posterior.chosen_by_evidence() for posterior in tuned)
+        self._take_over(tuned)
         if by_evidence:
             held_out.warn_if_worse(tuned)
 

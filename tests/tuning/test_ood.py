@@ -1,0 +1,434 @@
+"""Scores of distance from the data against dense oracles, and what a posterior keeps for them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laplace
+from laplace import Laplace, MixtureLaplace
+from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.tuning.ood import METHODS
+from tests import grid
+from tests.reference import ood as reference
+from tests.reference import predictive
+from tests.reference.compare import assert_close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning"),
+    pytest.mark.filterwarnings("ignore::laplace.errors.TuningWarning"),
+    pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning"),
+]
+
+ALL: list[Any] = list(METHODS)
+OF_FEATURES: list[Any] = [name for name, method in METHODS.items() if method.features]
+OF_OUTPUTS: list[Any] = [name for name in ALL if name not in OF_FEATURES]
+
+
+def net(n_outputs: int = 3, width: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, n_outputs)).double()
+
+
+def data(n: int = 40, n_classes: int = 3) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=source, dtype=torch.float64)
+    return x, torch.arange(n) % n_classes
+
+
+def others(n: int = 6) -> Tensor:
+    return 3 * torch.randn(n, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def fitted(weights: str = "all", structure: str = "kron", n_outputs: int = 3, **options: Any) -> Any:
+    la = Laplace(net(n_outputs), "classification", weights, structure, **options)
+    x, y = data(n_classes=n_outputs)
+    la.fit([(x[:25], y[:25]), (x[25:], y[25:])])
+    return la
+
+
+def features(la: Any, x: Tensor) -> Tensor:
+    network = la.model.model if hasattr(la.model, "model") else la.model
+    return network[:2](x).detach()
+
+
+def at_evidence(la: Any) -> Any:
+    """The same posterior at the prior precision of the evidence."""
+    other = copy.deepcopy(la)
+    other.optimize_hyperparameters()
+    return other
+
+
+# Every score against its oracle.
+
+
+@pytest.mark.parametrize(
+    ("weights", "structure"), [("all", "full"), ("all", "kron"), ("last_layer", "diag"), ("last_layer", "full")]
+)
+def test_scores_of_two_classes(weights: str, structure: str) -> None:
+    la, x, (train, y) = fitted(weights, structure, 2), others(), data(n_classes=2)
+    found = la.ood_score(x, ALL, train_loader=[(train, y)], n_samples=40000)
+    wide = at_evidence(la)
+    mean, covariance = wide.predictive_moments(x)
+    f = net(2)(x).detach()
+    probabilities = predictive.probit(mean, covariance)
+    assert_close(found["network"], reference.doubt(f.softmax(1)), "algebra")
+    assert_close(found["energy"], reference.energy(f), "algebra")
+    assert_close(found["confidence"], reference.doubt(probabilities), "algebra")
+    assert_close(found["entropy"], reference.entropy(probabilities), "algebra")
+    assert_close(found["latent_variance"], covariance.diagonal(dim1=1, dim2=2).sum(1), "algebra")
+    information = reference.mutual_information(mean, covariance)
+    assert float((found["mutual_information"] - information).abs().max()) < 0.01
+    assert float(information.max()) > 0.1
+    inside, at, ridge = features(la, train), features(la, x), float(wide.prior_precision)
+    for name, classwise in (("mahalanobis", False), ("classwise_mahalanobis", True)):
+        assert_close(found[name], reference.mahalanobis(inside, y, at, classwise=classwise), "backend", label=name)
+    assert_close(found["classwise_leverage"], reference.leverage(inside, y, at, ridge), "backend")
+
+
+@pytest.mark.parametrize("n", [7, 300])
+def test_statistics_of_few_features_and_of_many(n: int) -> None:
+    """Fewer than dimensions: rows; many: a triangle of the same sum of squares. The largest class is left out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    la = Laplace(model, "classification", "last_layer", "kron")
+    x, y = data(n)
+    y[0] = 1  # which leaves class 0 with one input less than class 1
+    la.fit([(x, y)])
+    batches = list(zip(x.split(11), y.split(11), strict=True))
+    found = la.ood_score(others(), OF_FEATURES, train_loader=batches)
+    inside, at = model[:2](x).detach(), model[:2](others()).detach()
+    for name, classwise in (("mahalanobis", False), ("classwise_mahalanobis", True)):
+        assert_close(found[name], reference.mahalanobis(inside, y, at, classwise=classwise), "backend", label=name)
+    ridge = float(at_evidence(la).prior_precision)
+    assert_close(found["classwise_leverage"], reference.leverage(inside, y, at, ridge), "backend")
+
+
+def test_a_shifted_mean_of_the_features_costs_no_digits() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Identity(), nn.Linear(5, 3)).double()
+    x, y = data(200)
+    la = Laplace(model, "classification", "last_layer", "kron")
+    la.fit([(x + 1e4, y)])
+    found = la.ood_score(others() + 1e4, OF_FEATURES, train_loader=[(x + 1e4, y)])
+    inside, at = model[:2](x + 1e4).detach(), model[:2](others() + 1e4).detach()
+    expected = reference.mahalanobis(inside, y, at, classwise=True)
+    assert float((found["classwise_mahalanobis"] / expected - 1).abs().max()) < 1e-6
+    expected = reference.mahalanobis(inside, y, at, classwise=False)
+    assert float((found["mahalanobis"] / expected - 1).abs().max()) < 1e-6
+
+
+def test_a_regression_has_variances_and_distances() -> None:
+    model, x, train = net(2), others(), data()[0]
+    y = train[:, :2] + 0.1
+    la = Laplace(model, "regression", "all", "full", sigma_noise=0.3)
+    la.fit([(train, y)])
+    wide = at_evidence(la)
+    mean, covariance = wide.predictive_moments(x)
+    found = la.ood_score(
+        x, ["latent_variance", "mutual_information", "entropy", *OF_FEATURES], train_loader=[(train, y)]
+    )
+    assert_close(found["latent_variance"], covariance.diagonal(dim1=1, dim2=2).sum(1), "algebra")
+    ratio = covariance / 0.09 + torch.eye(2).double()
+    assert_close(found["mutual_information"], 0.5 * torch.logdet(ratio), "backend")
+    assert_close(found["entropy"], wide.predict(x).entropy, "algebra")
+    one = torch.zeros(len(train), dtype=torch.long)
+    inside, at = features(la, train), features(la, x)
+    ridge = 0.09 * float(wide.prior_precision)
+    assert_close(found["classwise_leverage"], reference.leverage(inside, one, at, ridge), "backend")
+    for name in ("mahalanobis", "classwise_mahalanobis"):  # one class
+        assert_close(found[name], reference.mahalanobis(inside, one, at, classwise=False), "backend")
+    assert_close(la.ood_score(x), found["latent_variance"], "algebra")
+    for name in ("network", "confidence", "energy"):
+        with pytest.raises(UnsupportedError, match=name):
+            la.ood_score(x, name)
+
+
+@pytest.mark.parametrize("likelihood", grid.LIKELIHOODS)
+def test_every_likelihood_has_scores_or_says_why_not(likelihood: str) -> None:
+    la = grid.fitted("all", "kron", likelihood, prior_precision=20.0)
+    x = grid.data(likelihood)[0]
+    scores = la.ood_score(x)
+    assert scores.shape == (len(x),) and bool(scores.isfinite().all()) and scores.unique().numel() > 1
+    if likelihood != "reward_modeling":
+        assert la.ood_score(x, "mutual_information").shape == (len(x),)
+        assert la.ood_score(x, "classwise_leverage", train_loader=grid.batches(likelihood)).shape == (len(x),)
+    if likelihood == "bernoulli":
+        wide = at_evidence(la).predict(x)
+        assert_close(scores, 1 - torch.maximum(wide.mean, 1 - wide.mean).mean(1), "float32")
+        with pytest.raises(UnsupportedError, match="softmax"):
+            la.ood_score(x, "energy")
+
+
+@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+def test_every_structure_ranks_by_its_own_variances(weights: str, structure: str) -> None:
+    la = grid.fitted(weights, structure)
+    x = grid.data()[0]
+    found = la.ood_score(x, ["latent_variance", "confidence"])
+    other = grid.fitted(weights, structure)
+    other.prior_precision = la.snapshot().require_fitted().by_evidence.prior_precision
+    mean, variance = other.predictive_moments(x, diagonal_output=True)
+    assert_close(found["latent_variance"], variance.sum(1), "float32_solve")
+    assert_close(found["confidence"], reference.doubt(predictive.probit(mean, torch.diag_embed(variance))), "float32")
+
+
+def test_a_gaussian_process_and_a_trained_one() -> None:
+    x, y = data()
+    la = Laplace(net(), "classification", "all", "gp", n_subset=40)
+    la.fit([(x, y)])
+    exact = fitted("all", "full")
+    assert la.ood_score(others(), "network").shape == (6,)
+    assert float((la.ood_score(others()) - exact.ood_score(others())).abs().max()) < 1e-4
+
+
+# Hyper-parameters of the evidence.
+
+
+def test_calibration_leaves_the_scores_and_scores_the_predictions() -> None:
+    la, (x, y) = fitted("all", "kron"), data(60)
+    x = x + 0.1
+    before = la(x)
+    scores = la.ood_score(others(), ["confidence", "latent_variance"])
+    assert torch.equal(la(x), before) and float(la.prior_precision) == 1
+    la.calibrate([(x, y)])
+    calibrated, again = la(x), la.ood_score(others(), ["confidence", "latent_variance"])
+    assert torch.equal(la(x), calibrated) and la.calibration is not None
+    for name, values in scores.items():
+        assert_close(again[name], values, "exact")
+
+
+def test_a_calibrated_posterior_is_tuned_once_and_undone_as_before() -> None:
+    la, (x, y) = fitted("all", "kron"), data(60)
+    x = x + 0.1
+    la.calibrate([(x, y)])
+    calibrated = la(x)
+    scores = la.ood_score(others())
+    assert torch.equal(la(x), calibrated)
+    assert_close(scores, at_evidence(fitted()).ood_score(others()), "algebra")
+    la.calibration.undo()
+    assert float(la.prior_precision) == 1
+    assert_close(la.ood_score(others()), scores, "exact")
+
+
+def test_what_the_user_tuned_by_the_evidence_is_taken() -> None:
+    la = fitted("all", "kron")
+    la.optimize_prior_precision(n_steps=3)  # which is not the best yet
+    chosen = la.prior_precision.clone()
+    la.prior_precision = 77.0
+    mean, covariance = fitted("all", "kron", prior_precision=chosen).predictive_moments(others())
+    assert_close(la.ood_score(others()), reference.doubt(predictive.probit(mean, covariance)), "algebra")
+    assert float(la.prior_precision) == 77
+
+
+def test_new_data_and_other_noise_are_tuned_anew() -> None:
+    la, (x, y) = fitted(), data()
+
+    def known() -> Any:
+        return la.snapshot().require_fitted().by_evidence
+
+    la.ood_score(others(), "classwise_leverage", train_loader=[(x, y)])
+    assert known() is not None
+    la.prior_precision = 2.0
+    assert known() is not None
+    la.temperature = 2.0
+    assert known() is None
+    la.ood_score(others(), "classwise_leverage")  # features are known as before
+    la.fit([(x + 1, y)], override=False)
+    assert known() is None
+    with pytest.raises(InvalidArgument, match="train_loader"):
+        la.ood_score(others(), "mahalanobis")
+    la.ood_score(others())
+    la.refine([(torch.cat([x, x + 1]), torch.cat([y, y]))])
+    assert known() is None
+
+
+def test_a_refined_posterior_ranks_by_its_own_mean() -> None:
+    la, (x, y) = fitted("all", "full"), data()
+    la.refine([(x, y)])
+    found = la.ood_score(others(), ["network", "confidence"])
+    wide = copy.deepcopy(la)
+    wide.optimize_hyperparameters()
+    mean, covariance = wide.predictive_moments(others())
+    assert_close(found["confidence"], reference.doubt(predictive.probit(mean, covariance)), "backend")
+    assert_close(found["network"], reference.doubt(net()(others()).detach().softmax(1)), "algebra")
+
+
+def test_an_assigned_covariance_is_taken_as_it_is() -> None:
+    la = fitted("all", "diag")
+    la.posterior_scale = 0.3 * torch.ones(la.n_params, dtype=torch.float64)
+    mean, covariance = la.predictive_moments(others())
+    assert_close(la.ood_score(others()), reference.doubt(predictive.probit(mean, covariance)), "algebra")
+
+
+# States.
+
+
+@pytest.mark.filterwarnings("ignore:temperature changes")
+def test_what_was_kept_is_saved_and_copied(tmp_path: Path) -> None:
+    la, (x, y) = fitted("last_layer", "kron"), data()
+    scores = la.ood_score(others(), ALL, train_loader=[(x, y)])
+    la.calibrate([(x + 0.1, y)])
+    la.save(tmp_path / "la.safetensors")
+    loaded = laplace.load(tmp_path / "la.safetensors", net())
+    fresh = Laplace(net(), "classification", "last_layer", "kron")
+    fresh.load_state_dict(la.state_dict())
+    moved = copy.deepcopy(la).to(dtype=torch.float64)
+    for other in (loaded, fresh, copy.deepcopy(la), pickle.loads(pickle.dumps(la)), moved):
+        for name, values in other.ood_score(others(), ALL).items():
+            assert_close(values, scores[name], "algebra", label=name)
+
+
+def test_states_without_it_load_and_are_tuned_anew() -> None:
+    la = fitted("all", "kron")
+    scores = la.ood_score(others())
+    state = la.state_dict()
+    del state["by_evidence"]
+    other = fitted("all", "kron", prior_precision=3.0)
+    other.load_state_dict(state)
+    assert_close(other.ood_score(others()), scores, "algebra")
+
+
+# Batches, layouts, and the network.
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_scores_do_not_depend_on_batches(weights: str) -> None:
+    la, (train, y), x = fitted(weights, "kron"), data(), others(9)
+    whole = la.ood_score(x, ALL, train_loader=[(train, y)])
+    for size in (1, 4):
+        parts = la.ood_score([(part, None) for part in x.split(size)], ALL)
+        for name, values in whole.items():
+            assert_close(parts[name], values, "backend", label=name)
+    assert torch.equal(la.ood_score(x, "energy"), whole["energy"])
+    assert torch.equal(la.ood_score(x), whole["confidence"])
+    other = la.ood_score(x, "mutual_information", generator=torch.Generator().manual_seed(5))
+    assert not torch.equal(other, whole["mutual_information"])
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_all_scores_take_one_pass_and_leave_the_network(weights: str) -> None:
+    la, (train, y) = fitted(weights, "kron"), data()
+    network = la.model.model if weights == "last_layer" else la.model
+    network.train()
+    before = copy.deepcopy(network.state_dict())
+    la.ood_score(others(), ALL, train_loader=[(train, y)])
+    passes: list[int] = []
+    handle = network[0].register_forward_hook(lambda *_: passes.append(1))
+    la.ood_score(others(), ALL)
+    handle.remove()
+    assert len(passes) == 1
+    assert network.training and all(torch.equal(before[key], value) for key, value in network.state_dict().items())
+
+
+def test_outputs_with_positions_have_a_score_for_each() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(8, 5, 3).double(), torch.randint(3, (8, 5))
+    la = Laplace(model, "classification", "all", "kron")
+    la.fit([(x, y)])
+    found = la.ood_score(x, OF_OUTPUTS)
+    rows = Laplace(model, "classification", "all", "kron")
+    rows.fit([(x, y)])
+    assert {name: list(values.shape) for name, values in found.items()} == {name: [8, 5] for name in OF_OUTPUTS}
+    assert_close(found["energy"], -model(x).logsumexp(2).detach(), "algebra")
+    with pytest.raises(UnsupportedError, match="last layer"):
+        la.ood_score(x, "mahalanobis", train_loader=[(x, y)])
+
+
+def test_mappings_and_other_forward_functions() -> None:
+    model, (x, y) = net(), data()
+    la = Laplace(
+        model,
+        "classification",
+        "all",
+        "kron",
+        forward_fn=lambda m, batch: m(batch["x"]),
+        dict_key_y="y",
+        dict_key_x="x",
+    )
+    la.fit([{"x": x, "y": y}])
+    found = la.ood_score({"x": others()}, ALL, train_loader=[{"x": x, "y": y}])
+    plain = fitted("all", "kron").ood_score(others(), ALL, train_loader=[(x, y)])
+    for name, values in plain.items():
+        assert_close(found[name], values, "backend", label=name)
+
+
+def test_a_frozen_last_layer_shows_its_features_by_a_pass_of_its_own() -> None:
+    model, (x, y) = net(), data()
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+    la = Laplace(model, "classification", "all", "full")
+    la.fit([(x, y)])
+    found = la.ood_score(others(), ["confidence", "mahalanobis"], train_loader=[(x, y)])
+    inside, at = features(la, x), features(la, others())
+    assert_close(found["mahalanobis"], reference.mahalanobis(inside, y, at, classwise=False), "backend")
+
+
+# Mixtures.
+
+
+def test_a_mixture_is_scored_as_one_prediction() -> None:
+    (x, y), star = data(), others()
+    parts = [fitted("all", "kron"), fitted("last_layer", "full")]
+    parts[1].model.model[0].weight.data += 0.3
+    parts[1].fit([(x, y)])
+    mixture = MixtureLaplace(parts, weights=torch.tensor([0.25, 0.75]))
+    found = mixture.ood_score(star, ALL, train_loader=[(x, y)])
+    mixture.optimize_hyperparameters()
+    prediction = mixture.predict(star)
+    assert_close(found["confidence"], reference.doubt(prediction.mean), "backend")
+    assert_close(found["entropy"], prediction.entropy, "backend")
+    assert_close(found["latent_variance"], prediction.latent_variance.sum(1), "backend")
+    networks = [net(), parts[1].model.model]
+    mixed = sum(w * n(star).softmax(1) for w, n in zip((0.25, 0.75), networks, strict=True)).detach()
+    assert_close(found["network"], reference.doubt(mixed), "algebra")
+    distances = [part.ood_score(star, "mahalanobis") for part in parts]
+    assert_close(found["mahalanobis"], 0.25 * distances[0] + 0.75 * distances[1], "algebra")
+
+
+# Errors.
+
+
+def test_bad_input_is_refused() -> None:
+    la, (x, y), star = fitted(), data(), others()
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (InvalidArgument, "accepted are 'network'", lambda: la.ood_score(star, "softmax")),
+        (InvalidArgument, "accepted are", lambda: la.ood_score(star, [])),
+        (InvalidArgument, "accepted are", lambda: la.ood_score(star, 3)),
+        (InvalidArgument, "give train_loader=", lambda: la.ood_score(star, "mahalanobis")),
+        (InvalidArgument, "leave it out", lambda: la.ood_score(star, "confidence", train_loader=[(x, y)])),
+        (InvalidArgument, "n_samples", lambda: la.ood_score(star, n_samples=0)),
+        (InvalidData, "no data", lambda: la.ood_score(star, "mahalanobis", train_loader=[])),
+        (InvalidData, "no inputs", lambda: la.ood_score([])),
+        (InvalidData, "NaN", lambda: la.ood_score(star / 0, "energy")),
+        (InvalidData, "NaN", lambda: la.ood_score(star / 0)),
+        (InvalidData, "same", lambda: la.ood_score(star, "mahalanobis", train_loader=[(0 * x, y)])),
+        (NotFittedError, "fit", lambda: Laplace(net(), "classification", "all", "kron").ood_score(star)),
+    ]
+    for kind, words, call in wrong:
+        before = la.snapshot().require_fitted()
+        with pytest.raises(kind, match=words):
+            call()
+        assert la.snapshot().require_fitted() is before
+    la.ood_score(star, "mahalanobis", train_loader=[(x, y)])
+    with pytest.raises(InvalidArgument, match="by class"):
+        la.ood_score(star, "classwise_leverage")
+    la.model[0].weight.data += 1
+    with pytest.raises(ModelChangedError):
+        la.ood_score(star)
+
+
+def test_a_class_with_predictions_of_its_own_is_refused() -> None:
+    class Mine(laplace.KronLaplace):
+        def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+            return torch.full((len(x), 3), 1 / 3)
+
+    la = Mine(net(), "classification")
+    la.fit([data()])
+    with pytest.raises(UnsupportedError, match="__call__"):
+        la.ood_score(others())
