@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.quality import freesolv, page, targets
-from benchmarks.quality.methods import columns
+from benchmarks.quality.methods import columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import losses, paired, scores
 from laplace.errors import LaplaceWarning
@@ -58,7 +58,11 @@ def measured(row: Row, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def _job(given: tuple[str, int, bool]) -> tuple[str, int, float, list[dict[str, Any]]]:
+Found = tuple[list[dict[str, Any]], dict[str, Any]]
+"""The columns of a row on one split, and its scores of unseen inputs."""
+
+
+def _job(given: tuple[str, int, bool]) -> tuple[str, int, float, Found]:
     name, seed, quick = given
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", LaplaceWarning)  # the evidence's columns are shown as they are, without advice
@@ -66,7 +70,7 @@ def _job(given: tuple[str, int, bool]) -> tuple[str, int, float, list[dict[str, 
     row = ROWS[name]
     if quick:
         row = replace(row, options={**row.options, **QUICK}, posteriors=row.posteriors[:2])
-    found = measured(row, seed)
+    found = measured(row, seed), unseen_scores(row, row.split(seed), seed)
     return name, seed, time.process_time() - start, found
 
 
@@ -84,7 +88,7 @@ def run(names: list[str], *, quick: bool, processes: int) -> list[dict[str, Any]
     sizes = {name: found for name in names if (found := _sizes(ROWS[name]))}
     names = list(sizes)
     jobs = [(name, seed, quick) for name in names for seed in range(1 if quick else N_SPLITS)]
-    done: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in names}
+    done: dict[str, dict[int, Found]] = {name: {} for name in names}
     seconds = dict.fromkeys(names, 0.0)
     if processes > 1:
         pool = multiprocessing.get_context("spawn").Pool(processes)
@@ -104,7 +108,8 @@ def run(names: list[str], *, quick: bool, processes: int) -> list[dict[str, Any]
             "network": ROWS[name].network,
             "sizes": sizes[name],
             "seconds": seconds[name],
-            "splits": [done[name][seed] for seed in sorted(done[name])],
+            "splits": [done[name][seed][0] for seed in sorted(done[name])],
+            "unseen": [done[name][seed][1] for seed in sorted(done[name])],
         }
         for name in names
     ]

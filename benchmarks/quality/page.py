@@ -9,8 +9,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.methods import CALIBRATE, DROPOUT, ENSEMBLE, EVIDENCE, NETWORK, REFITS, TEMPERATURE
-from benchmarks.quality.targets import difference, is_classification, lines, mean_and_error, values
+from benchmarks.quality.methods import (
+    CALIBRATE,
+    DROPOUT,
+    ENSEMBLE,
+    EVIDENCE,
+    NETWORK,
+    OOD_METHODS,
+    POSTERIORS,
+    REFITS,
+    TEMPERATURE,
+)
+from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "which_method.md"
@@ -24,6 +34,8 @@ COLUMNS = {
     "calibrate": (CALIBRATE, LAST),
 }
 """Headings of the columns beside the network's, with method and posterior."""
+
+SCORES = [name for name in OOD_METHODS if name != "network"]
 
 Row = dict[str, Any]
 Results = dict[str, Any]
@@ -51,7 +63,11 @@ def cell(row: Row, method: str, score: str, posterior: str, better: int = -1) ->
     """A difference from the network with its standard error: bold if better by two of them, italic if worse."""
     if not values(row, method, score, posterior):
         return "–"
-    mean, error = difference(row, method, score, posterior)
+    return marked(*difference(row, method, score, posterior), better)
+
+
+def marked(mean: float, error: float, better: int = -1) -> str:
+    """A difference with its standard error: bold if better by two of them, italic if worse."""
     text = f"{signed(mean)} ± {number(error)}"
     if abs(mean) <= 2 * error or abs(mean) < 0.0005:  # which is shown as 0
         return text
@@ -128,6 +144,35 @@ def posteriors(rows: list[Row], score: str = "nll") -> str:
             for row in rows
         ),
     )
+
+
+def unseen(rows: list[Row]) -> str:
+    """AUROC of every score, as the difference from that of the network's largest probability, on every row."""
+
+    def cells(row: Row) -> list[str]:
+        network = statistics.mean(split[LAST]["network"][0] for split in row["unseen"])
+        pairs = [mean_and_error(gains(row, score, LAST)) for score in SCORES]
+        return [number(network), *(marked(mean, error, better=1) for mean, error in pairs)]
+
+    return table(
+        ["data", "network", *SCORES], ([row["name"], *cells(row)] for row in rows if gains(row, "network", LAST))
+    )
+
+
+def unseen_means(rows: list[Row]) -> str:
+    """Mean over the rows and worst row of every score's difference from the network, for every posterior."""
+
+    def cells(score: str) -> Iterator[str]:
+        for posterior in POSTERIORS:
+            auroc, fpr = (
+                [statistics.mean(found) for row in rows if (found := gains(row, score, posterior, figure))]
+                for figure in (0, 1)
+            )
+            yield f"{signed(statistics.mean(auroc))}, {signed(min(auroc))}" if auroc else "–"
+            yield signed(statistics.mean(fpr)) if fpr else "–"
+
+    heading = [text for name in POSTERIORS for text in (f"{name}: AUROC mean, worst row", "FPR95 mean")]
+    return table(["score", *heading], ([f"`{score}`", *cells(score)] for score in SCORES))
 
 
 def setting(rows: list[Row]) -> str:
@@ -261,6 +306,8 @@ def blocks(results: Results, study: dict[str, Any]) -> dict[str, str]:
         "nll": compared(classes, "nll"),
         "shifts": compared([part for row in classes for part in shifted(row)], "nll"),
         "auroc": compared(classes, "auroc", better=1),
+        "unseen": unseen(classes),
+        "unseen means": unseen_means(classes),
         "brier": compared(classes, "brier"),
         "ece": compared([with_floor(row) for row in classes], "excess"),
         "aurc": compared(classes, "aurc"),

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.quality.methods import CALIBRATE, EVIDENCE, NETWORK, REFITS, TEMPERATURE
+from benchmarks.quality.methods import CALIBRATE, EVIDENCE, NETWORK, POSTERIORS, REFITS, TEMPERATURE
+from laplace.tuning.ood import DEFAULT
 
 Line = dict[str, Any]
 """One column on one split, as `__main__.measured` makes it."""
@@ -40,6 +41,12 @@ def difference(row: dict[str, Any], method: str, score: str, posterior: str | No
     """Mean difference from the network over splits, and its paired standard error."""
     ours, network = values(row, method, score, posterior), values(row, NETWORK, score)
     return mean_and_error([a - b for a, b in zip(ours, network, strict=True)])
+
+
+def gains(row: dict[str, Any], score: str, posterior: str, figure: int = 0) -> list[float]:
+    """AUROC (or FPR95, figure 1) of a score of unseen inputs less the network's, on every split; empty without them."""
+    found = [split[posterior] for split in row.get("unseen", ()) if posterior in split]
+    return [scores[score][figure] - scores["network"][figure] for scores in found]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def targets(results: dict[str, Any]) -> list[Target]:
     regressions = [row for row in results["rows"] if not is_classification(row)]
     heads = [row for row in rows if values(row, REFITS, "nll")]
     found = [*_heads(heads), *_runs(rows), _shifts(rows), _temperature(rows), _coverage(regressions)]
-    return [*found, _freesolv(results.get("freesolv"))]
+    return [*found, _freesolv(results.get("freesolv")), _unseen(rows)]
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
@@ -209,6 +216,23 @@ def _freesolv(row: dict[str, Any] | None) -> Target:
     return _judged(
         "FreeSolv: NLL at most that of the network with its best noise + 1 paired standard error", rows, figure
     )
+
+
+def _unseen(rows: list[dict[str, Any]]) -> Target:
+    def figure() -> tuple[str, bool]:
+        said, good = [], True
+        for posterior in POSTERIORS:
+            means = [statistics.mean(found) for row in rows if (found := gains(row, DEFAULT, posterior))]
+            if means:
+                said.append(f"{min(means):+.3f} and {statistics.mean(means):+.3f} ({posterior})")
+                good = good and min(means) >= -0.003 and statistics.mean(means) >= 0.01
+        return ", ".join(said), good
+
+    return _judged(
+        "unseen inputs: AUROC of the default of la.ood_score at least the network's − 0.003 on every row, + 0.01 on the "
+        "mean",
+        [row for row in rows if any(row.get("unseen", ()))], figure,
+    )  # fmt: skip
 
 
 def _judged(text: str, runs: list[Any], figure: Callable[[], tuple[str, bool]]) -> Target:
