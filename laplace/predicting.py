@@ -402,7 +402,8 @@ class Predicting(ABC):
             progress_bar: Show progress bars.
 
         Returns:
-            `[B]`, or one number per token or pixel; of several scores a dictionary of them by name.
+            `[B]`, float64, or one number per token or pixel; of several scores a dictionary of them by name. Without a
+            gradient.
 
         Raises:
             NotFittedError: Before `fit`.

@@ -177,7 +177,8 @@ def ood_score(
     bar.close()
     if not parts:
         raise InvalidData("x holds no inputs.")
-    la._take_over(ranking.known.posteriors)
+    if ranking.known is not group:
+        la._take_over(ranking.known.posteriors)
     found = {name: torch.cat([unrolled(scores[name], positions) for scores, positions in parts]) for name in names}
     return found[names[0]] if method is None or isinstance(method, str) else found
 
