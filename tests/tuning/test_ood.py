@@ -46,7 +46,7 @@ def others(n: int = 6) -> Tensor:
     return 3 * torch.randn(n, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def fitted(weights: str = "all", structure: str = "kron", n_outputs: int = 3, **options: Any) -> Any:
+def fitted(weights: Any = "all", structure: Any = "kron", n_outputs: int = 3, **options: Any) -> Any:
     la = Laplace(net(n_outputs), "classification", weights, structure, **options)
     x, y = data(n_classes=n_outputs)
     la.fit([(x[:25], y[:25]), (x[25:], y[25:])])
@@ -171,7 +171,8 @@ def test_every_structure_ranks_by_its_own_variances(weights: str, structure: str
     x = grid.data()[0]
     found = la.ood_score(x, ["latent_variance", "confidence"])
     other = grid.fitted(weights, structure)
-    other.prior_precision = la.snapshot().require_fitted().by_evidence.prior_precision
+    chosen: Any = la.snapshot().require_fitted().by_evidence
+    other.prior_precision = chosen.prior_precision
     mean, variance = other.predictive_moments(x, diagonal_output=True)
     assert_close(found["latent_variance"], variance.sum(1), "float32_solve")
     assert_close(found["confidence"], reference.doubt(predictive.probit(mean, torch.diag_embed(variance))), "float32")
@@ -385,8 +386,8 @@ def test_a_mixture_is_scored_as_one_prediction() -> None:
     assert_close(found["entropy"], prediction.entropy, "backend")
     assert_close(found["latent_variance"], prediction.latent_variance.sum(1), "backend")
     networks = [net(), parts[1].model.model]
-    mixed = sum(w * n(star).softmax(1) for w, n in zip((0.25, 0.75), networks, strict=True)).detach()
-    assert_close(found["network"], reference.doubt(mixed), "algebra")
+    mixed = 0.25 * networks[0](star).softmax(1) + 0.75 * networks[1](star).softmax(1)
+    assert_close(found["network"], reference.doubt(mixed.detach()), "algebra")
     distances = [part.ood_score(star, "mahalanobis") for part in parts]
     assert_close(found["mahalanobis"], 0.25 * distances[0] + 0.75 * distances[1], "algebra")
 
