@@ -229,7 +229,7 @@ def _unseen(rows: list[dict[str, Any]]) -> Target:
         return ", ".join(said), good
 
     return _judged(
-        "unseen inputs: AUROC of la.ood_score by default at least the network's − 0.003 on every row, + 0.01 on the mean",
+        "unseen inputs: AUROC of la.ood_score by default ≥ the network's − 0.003 on every row, + 0.01 on the mean",
         [row for row in rows if any(row.get("unseen", ()))], figure,
     )  # fmt: skip
 
