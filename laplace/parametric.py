@@ -1066,10 +1066,10 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             pool: Inputs without labels: a tensor, tuple or mapping, or a loader, whose labels are not read.
             n: Number of inputs to choose.
             score: `"bald"` or `"epig"`.
-            targets: Of `"epig"`: inputs as those whose labels are to be predicted; None for the pool. The work is that
-                of pool × targets: a hundred are enough.
+            targets: Of `"epig"`: inputs as those whose labels are to be predicted; None for a hundred inputs drawn
+                from the pool, or all of a smaller one. The work is that of pool × targets.
             n_samples: Samples of the weights, at least 2.
-            generator: Random generator of these samples.
+            generator: Random generator of these samples and targets.
             progress_bar: Show a progress bar.
 
         Returns:
@@ -1078,7 +1078,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: n is larger than the pool, another score, or targets of `"bald"`.
-            InvalidData: An empty pool.
+            InvalidData: No inputs, or outputs of the network that are NaN or infinite.
             UnsupportedError: Outputs with positions, or a sharded posterior.
             ModelChangedError: The network was trained further after `fit`.
         """

@@ -91,18 +91,20 @@ class LaplaceCallback(TrainerCallback):
 
 
 def answers(model: nn.Module, tokenizer: Any, choices: Sequence[str | int]) -> Answers:
-    """A causal language model as a classifier: the logits of a few answers after a prompt, `[B, K]`.
+    """A causal language model as a classifier: the logits of a few answers after a prompt, less their mean, `[B, K]`.
 
     What `Laplace(answers(model, tokenizer, ["A", "B", "C"]), "classification")` fits and predicts are the answers
     alone: the logits of the vocabulary exist at one position per prompt, inside the model's head, and nowhere else. Of
-    a model with adapters (LoRA), the weights that are trained have the distribution (Yang et al., 2024).
+    a model with adapters (LoRA), the weights that are trained have the distribution (Yang et al., 2024). What all
+    choices share, their weight against the rest of the vocabulary, is subtracted: their probabilities do not depend
+    on it, but its variance would widen that of every single logit, by which predictions scale them.
 
     Batches are mappings of `input_ids` `[B, T]`, `attention_mask` `[B, T]` and whatever else the model takes; `labels`
     `[B]` are indices of the choices. Prompts may be padded on either side.
 
     Args:
         model: A causal language model of transformers, also with adapters of PEFT. It is not changed.
-        tokenizer: Its tokenizer; None if all choices are indices of tokens.
+        tokenizer: Its tokenizer; None if all choices are indices of tokens. It is asked for the choices' tokens alone.
         choices: The answers, each one token as it follows the prompt: for many tokenizers `" A"` where a space comes
             before the answer. An integer is the index of a token.
 
@@ -114,7 +116,7 @@ def answers(model: nn.Module, tokenizer: Any, choices: Sequence[str | int]) -> A
 
 
 class Answers(nn.Module):
-    """What `answers` returns: a module from prompts to the logits of the choices, `[B, K]`.
+    """What `answers` returns: a module from prompts to the logits of the choices, less their mean, `[B, K]`.
 
     Attributes:
         model: The language model itself.
@@ -141,21 +143,28 @@ class Answers(nn.Module):
         self._takes_positions = "position_ids" in parameters and not has_virtual_tokens
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits of the choices at the last token of every prompt, `[B, K]`.
+        """Logits of the choices at the last token of every prompt, less their mean, `[B, K]`.
 
         Args:
             inputs: What the model takes, `input_ids` `[B, T]` and `attention_mask` `[B, T]` among it; `labels` are left
                 out.
 
         Raises:
-            InvalidInputs: No `input_ids`, or a prompt without a token.
+            InvalidInputs: No `input_ids`, a mask of another shape, pads without a mask, or a prompt without a token.
         """
         if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
             raise InvalidInputs("answers take a mapping with input_ids [B, T] and attention_mask [B, T].")
         given = {name: value for name, value in inputs.items() if name != "labels"}
         tokens, mask = given["input_ids"], given.get("attention_mask")
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+            raise InvalidInputs(f"input_ids of shape {list(getattr(tokens, 'shape', []))}; [B, T] is accepted.")
         if mask is None:
+            self._require_no_pads(tokens)
             mask = torch.ones_like(tokens)
+        if mask.shape != tokens.shape:
+            raise InvalidInputs(
+                f"attention_mask of shape {list(mask.shape)}; {list(tokens.shape)} of input_ids is accepted."
+            )
         places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         last = (mask.long() * places).amax(1) - 1  # of pads on either side
         require(last >= 0, lambda: InvalidInputs("a prompt has no token: its attention_mask is zero."))
@@ -176,7 +185,20 @@ class Answers(nn.Module):
             logits = self.model(**given).logits
         finally:
             hook.remove()
-        return logits[:, -1, list(self.tokens)]
+        chosen = logits[:, -1, list(self.tokens)]
+        return chosen - chosen.mean(1, keepdim=True)
+
+    def _require_no_pads(self, tokens: Tensor) -> None:
+        config = getattr(self.model, "config", None)
+        pad = getattr(config, "pad_token_id", None)
+        if pad is None:
+            return
+        is_own = pad not in (getattr(config, "bos_token_id", None), getattr(config, "eos_token_id", None))
+        found = tokens if is_own else tokens[:, -1]  # a prompt may begin with the token that others end with
+        require(
+            (found != pad).all(),
+            lambda: InvalidInputs(f"input_ids hold pads ({pad}) and there is no attention_mask; give the tokenizer's."),
+        )
 
     def _head(self) -> nn.Module:
         return self.model.get_output_embeddings()  # type: ignore[operator]
@@ -193,16 +215,23 @@ def _tokens_of(tokenizer: Any, choices: Sequence[str | int]) -> list[int]:
         raise InvalidArgument(f"choices={choices!r}; give two answers or more, such as ['A', 'B'].")
     tokens: list[int] = []
     for choice in choices:
-        if isinstance(choice, int):
+        if isinstance(choice, int) and not isinstance(choice, bool):
             tokens.append(choice)
             continue
-        if tokenizer is None:
-            raise InvalidArgument(f"choices hold the text {choice!r}, which takes a tokenizer.")
+        if not isinstance(choice, str):
+            raise InvalidArgument(
+                f"choices hold {choice!r}; a text of one token, or the index of a token, is accepted."
+            )
+        if not callable(getattr(tokenizer, "encode", None)):
+            raise InvalidArgument(
+                f"choices hold the text {choice!r}, which takes a tokenizer; tokenizer={type(tokenizer).__name__}."
+            )
         found = list(tokenizer.encode(choice, add_special_tokens=False))
         if len(found) != 1:
             raise InvalidArgument(
                 f"choice {choice!r} is {len(found)} tokens, {found}; give choices of one token each, as they follow "
-                f"the prompt ({choice.strip()!r} or {' ' + choice.strip()!r}), or the index of a token."
+                f"the prompt ({choice.strip()!r} or {' ' + choice.strip()!r}), or the index of a token. Answers that "
+                "begin alike are told apart by letters before them, A, B, …, in the prompt."
             )
         tokens.extend(found)
     if len(set(tokens)) < len(tokens):

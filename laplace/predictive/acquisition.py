@@ -13,6 +13,7 @@ know, so that near copies are not chosen twice (Kirsch et al., 2019).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
+from laplace.core.checks import are_finite, require, where_not_finite
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, InvalidType
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import jacobians
@@ -37,6 +39,9 @@ _SAME = 1e-9
 
 _ENTRIES = 2**23
 """Entries of covariances between inputs and targets that are held at once."""
+
+_N_TARGETS = 100
+"""Targets that are drawn from the pool where none are given: the work is that of pool × targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +74,16 @@ def acquire(
     posterior.check_unchanged()
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         steps = posterior.sampler()(n_samples, generator) - posterior.mean
-        found = _whitened(posterior, pool, steps, "acquire, pool", progress_bar)
-        if n > found.shape[1]:
-            raise InvalidArgument(f"n={n}; the pool has {found.shape[1]} inputs.")
-        others = found if targets is None else _whitened(posterior, targets, steps, "acquire, targets", progress_bar)
+        found = _whitened(posterior, pool, steps, "pool", progress_bar)
+        size = found.shape[1]
+        if n > size:
+            raise InvalidArgument(f"n={n}; the pool has {size} inputs, of which at most all can be chosen.")
+        if targets is not None:
+            others = _whitened(posterior, targets, steps, "targets", progress_bar)
+        else:
+            others = found[:, _drawn(size, generator)] if score == "epig" else found[:, :0]
         chosen, gains = [], []
-        taken = torch.zeros(found.shape[1], dtype=torch.bool, device=found.device)
+        taken = torch.zeros(size, dtype=torch.bool, device=found.device)
         for _ in range(n):
             scores = _information(found) if score == "bald" else _about(found, others)
             scores = scores.masked_fill(taken, -torch.inf)
@@ -83,17 +92,26 @@ def acquire(
             gains.append(scores[best])
             taken[best] = True
             shrink = _shrinkage(found[:, best])
-            found = shrink(found)
-            others = found if targets is None else shrink(others)
+            found, others = shrink(found), shrink(others)
     return Acquired(torch.tensor(chosen, device=found.device), torch.stack(gains))
 
 
-def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progress_bar: bool) -> Tensor:
+def _drawn(size: int, generator: torch.Generator | None) -> Tensor:
+    """Places of some of the pool, which stand for all of it as targets; all of a small one."""
+    if size <= _N_TARGETS:
+        return torch.arange(size)
+    device = None if generator is None else generator.device
+    return torch.randperm(size, generator=generator, device=device)[:_N_TARGETS].cpu()
+
+
+def _whitened(posterior: Posterior, pool: Any, steps: Tensor, name: str, progress_bar: bool) -> Tensor:
     """A = Rᵀ F of all inputs, `[S, N, K]`, float64."""
     likelihood, engine, hypers = posterior.likelihood, posterior.engine, posterior.hypers
     scale = widened(likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature).detach()).sqrt()
     parts = []
-    bar = DataBar(label, pool, shown=progress_bar)
+    if pool is None or isinstance(pool, Number):
+        raise InvalidType(f"{name}={pool!r}; give a tensor, tuple or mapping of inputs, or a loader of batches.")
+    bar = DataBar(f"acquire, {name}", pool, shown=progress_bar)
     for x in in_parts(pool):
         for jacobian, f in jacobians(engine, x, None, create_graph=False):
             require_none(jacobian.positions, "la.acquire", "Score inputs by la.predict(x).mutual_information")
@@ -104,9 +122,17 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, label: str, progre
             parts.append(torch.einsum("sbc,kbc->sbk", moved, root))
         bar.add(batches.size(x, ""))
     bar.close()
-    if not parts:
-        raise InvalidData("the pool holds no inputs.")
-    return torch.cat(parts, 1)
+    if not sum(part.shape[1] for part in parts):
+        raise InvalidData(f"{name} holds no inputs; give a tensor, tuple or mapping of inputs, or a loader of batches.")
+    found = torch.cat(parts, 1)
+    require(
+        are_finite(found),
+        lambda: InvalidData(
+            f"{name}: outputs of the network, or their derivatives, are NaN or "
+            f"infinite{where_not_finite(found.transpose(0, 1))}; look at the inputs and at the network's weights."
+        ),
+    )
+    return found
 
 
 def _information(found: Tensor) -> Tensor:
@@ -116,23 +142,29 @@ def _information(found: Tensor) -> Tensor:
 
 def _identity_and(found: Tensor) -> Tensor:
     """I + A_xᵀ A_x, `[N, K, K]`."""
-    inner = torch.einsum("snk,snl->nkl", found, found)
-    return inner + torch.eye(found.shape[2], dtype=found.dtype, device=found.device)
+    return torch.einsum("snk,snl->nkl", found, found) + _identity(found)
+
+
+def _identity(found: Tensor) -> Tensor:
+    return torch.eye(found.shape[2], dtype=found.dtype, device=found.device)
 
 
 def _about(found: Tensor, targets: Tensor) -> Tensor:
-    """Mean information of each label on those of the targets, `[N]`."""
-    before = _identity_and(targets)
-    entropy = torch.logdet(before)
+    """Mean information of each label on those of the targets, −½ log det(I − M Mᵀ) for correlations M, `[N]`."""
+    others = _standardised(targets)
     width = targets.shape[1] * targets.shape[2] * found.shape[2]
     gains = []
-    for part in found.split(max(1, _ENTRIES // width), 1):
-        root = torch.linalg.cholesky(_identity_and(part))
-        cross = torch.einsum("smk,snl->nmlk", targets, part)  # [n, M, L, K]
-        seen = torch.linalg.solve_triangular(root.unsqueeze(1), cross, upper=False)
-        left = before - seen.mT @ seen
-        gains.append(0.5 * (entropy - torch.logdet(left)).mean(1))
+    for part in _standardised(found).split(max(1, _ENTRIES // width), 1):
+        correlation = torch.einsum("smk,snl->nmkl", others, part).contiguous()  # or products take thrice the time
+        left = _identity(others) - correlation @ correlation.mT
+        gains.append(-0.5 * torch.logdet(left).mean(1))
     return torch.cat(gains)
+
+
+def _standardised(found: Tensor) -> Tensor:
+    """A with labels of unit variance: A L⁻ᵀ with L Lᵀ = I + AᵀA, `[S, N, K]`."""
+    root = torch.linalg.cholesky(_identity_and(found))
+    return torch.linalg.solve_triangular(root, found.permute(1, 2, 0), upper=False).permute(2, 0, 1)
 
 
 def _shrinkage(labelled: Tensor) -> Any:

@@ -74,11 +74,17 @@ def prompts(*, left: bool = False) -> tuple[dict[str, Tensor], list[Tensor]]:
     return {"input_ids": tokens, "attention_mask": mask}, rows
 
 
+def of_choices(logits: Tensor) -> Tensor:
+    """Logits of the choices after the last token, less what all of them share."""
+    chosen = logits[:, -1, CHOICES]
+    return chosen - chosen.mean(1, keepdim=True)
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_model_after_every_prompt(name: str, left: bool) -> None:
     model, (batch, rows) = MODELS[name](), prompts(left=left)
-    expected = torch.cat([model(input_ids=row.unsqueeze(0)).logits[:, -1, CHOICES] for row in rows])
+    expected = torch.cat([of_choices(model(input_ids=row.unsqueeze(0)).logits) for row in rows])
     before = copy.deepcopy(model.state_dict())
     assert_close(answers(model, None, CHOICES)(batch), expected, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -89,7 +95,7 @@ def test_prompts_without_pads_need_no_mask() -> None:
     model, (batch, _) = gpt2(), prompts()
     tokens = batch["input_ids"][:1]
     found = answers(model, None, CHOICES)({"input_ids": tokens, "labels": torch.tensor([1])})
-    assert_close(found, model(input_ids=tokens).logits[:, -1, CHOICES], rtol=1e-5, atol=1e-6)
+    assert_close(found, of_choices(model(input_ids=tokens).logits), rtol=1e-5, atol=1e-6)
 
 
 def test_the_head_sees_one_position_of_every_prompt() -> None:
@@ -113,7 +119,7 @@ def test_virtual_tokens_come_first() -> None:
     torch.manual_seed(0)
     options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, (_, rows) = peft.get_peft_model(gpt2(), options).eval(), prompts()
-    expected = torch.cat([model(input_ids=row.unsqueeze(0)).logits[:, -1, CHOICES] for row in rows])
+    expected = torch.cat([of_choices(model(input_ids=row.unsqueeze(0)).logits) for row in rows])
     network = answers(model, None, CHOICES)
     found = torch.cat([network({"input_ids": row.unsqueeze(0)}) for row in rows])
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -172,6 +178,10 @@ def test_choices_are_tokens() -> None:
         (["a"], "two answers or more"),
         ("ab", "two answers or more"),
         ([1, 99], "the tokens 0 to 22"),
+        ([1, -1], "the tokens 0 to 22"),
+        (["aa", "ab"], "begin alike"),
+        ([True, 2], "hold True"),
+        ([1.5, 2], "hold 1.5"),
     ],
 )
 def test_wrong_choices_are_refused(choices: Any, message: str) -> None:
@@ -184,8 +194,61 @@ def test_what_is_no_language_model_is_refused() -> None:
         answers(nn.Linear(2, 2), None, [0, 1])
     with pytest.raises(InvalidArgument, match="takes a tokenizer"):
         answers(gpt2(), None, ["a", "b"])
-    with pytest.raises(InvalidInputs, match="input_ids"):
-        answers(gpt2(), None, [0, 1])(torch.zeros(2, 3))  # type: ignore[arg-type]
-    empty = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}
-    with pytest.raises(InvalidInputs, match="no token"):
-        answers(gpt2(), None, [0, 1])(empty)
+    with pytest.raises(InvalidArgument, match="tokenizer=int"):
+        answers(gpt2(), 3, ["a", "b"])
+
+
+TOKENS = torch.tensor([[1, 4, 5], [2, 6, PAD]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.zeros(2, 3), "a mapping with input_ids"),
+        ({"input_ids": TOKENS[0]}, r"of shape \[3\]"),
+        ({"input_ids": TOKENS}, "no attention_mask"),
+        ({"input_ids": TOKENS.flip(1)}, "no attention_mask"),
+        ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 4)}, r"of shape \[2, 4\]; \[2, 3\]"),
+        ({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "no token"),
+    ],
+)
+def test_wrong_prompts_are_refused(inputs: Any, message: str) -> None:
+    with pytest.raises(InvalidInputs, match=message):
+        answers(gpt2(), None, CHOICES)(inputs)
+
+
+def test_the_token_that_begins_and_ends_a_text_may_be_its_pad() -> None:
+    """As GPT-2 has it: it may come first without a mask, and is not the end of a prompt."""
+    model = gpt2()
+    model.config.pad_token_id = model.config.bos_token_id  # type: ignore[union-attr]
+    network, tokens = answers(model, None, CHOICES), torch.tensor([[1, 4, 5]])
+    assert_close(network({"input_ids": tokens}), of_choices(model(input_ids=tokens).logits), rtol=1e-5, atol=1e-6)
+    with pytest.raises(InvalidInputs, match="no attention_mask"):
+        network({"input_ids": tokens.flip(1)})
+
+
+def test_what_all_choices_share_widens_no_prediction() -> None:
+    """The same addition to all logits of the choices, from weights with a distribution, changes no probability."""
+    torch.manual_seed(0)
+
+    class Shifted(nn.Module):
+        def __init__(self, size: float) -> None:
+            super().__init__()
+            self.model, self.size = gpt2().double(), size
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.model.get_output_embeddings()  # type: ignore[operator]
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
+            found = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+            found.logits = found.logits + self.size * found.logits.exp().mean(-1, keepdim=True)
+            return found
+
+    batch, found = prompts()[0], []
+    for size in (0.0, 3.0):
+        la = Laplace(answers(Shifted(size), None, CHOICES), "classification", "all", "full", prior_precision=3.0)
+        la.model.requires_grad_(False)
+        la.model.model.model.transformer.ln_f.requires_grad_(True)  # type: ignore[union-attr]
+        la.fit([{**batch, "labels": torch.tensor([0, 1, 2, 0])}])
+        found.append(la(batch))
+    assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.errors import InvalidArgument, InvalidData, NotFittedError
+from laplace.errors import (
+    InvalidArgument,
+    InvalidData,
+    InvalidInputs,
+    InvalidType,
+    ModelChangedError,
+    NotFittedError,
+)
 
 N, C = 12, 3
 
@@ -94,6 +101,16 @@ def test_epig_is_the_information_on_labels_elsewhere(likelihood: str) -> None:
         chosen.append(index)
 
 
+def test_targets_of_a_large_pool_are_drawn_from_it() -> None:
+    la, x, source = fitted(), pool(150), torch.Generator().manual_seed(0)
+    found = la.acquire(x, 2, "epig", n_samples=40, generator=torch.Generator().manual_seed(0))
+    la.sample(40, generator=source)
+    drawn = x[torch.randperm(150, generator=source)[:100]]
+    same = la.acquire(x, 2, "epig", targets=drawn, n_samples=40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found.indices, same.indices)
+    torch.testing.assert_close(found.gains, same.gains)
+
+
 @pytest.mark.parametrize(("structure", "weights"), [("kron", "all"), ("diag", "last_layer"), ("lowrank", "all")])
 def test_loaders_are_pools_and_equal_seeds_choose_equally(structure: str, weights: str) -> None:
     la, x = fitted(structure=structure, weights=weights), pool(30)
@@ -124,7 +141,22 @@ def test_bad_input_is_refused() -> None:
         la.acquire(x, 1, targets=x)
     with pytest.raises(InvalidArgument, match="n_samples"):
         la.acquire(x, 1, n_samples=1)
-    with pytest.raises(InvalidData):
+    with pytest.raises(InvalidData, match="pool holds no inputs"):
         la.acquire([], 1)
+    with pytest.raises(InvalidData, match="targets holds no inputs"):
+        la.acquire(x, 1, "epig", targets=x[:0])
+    with pytest.raises(InvalidType, match="pool=None"):
+        la.acquire(None, 1)
+    bad = x.clone()
+    bad[3, 0] = torch.nan
+    with pytest.raises(InvalidData, match=r"pool: .* at row 3"):
+        la.acquire(bad, 1)
+    with pytest.raises(InvalidData, match=r"targets: .* at row 3"):
+        la.acquire(x, 1, "epig", targets=bad)
+    with pytest.raises(InvalidInputs):
+        la.acquire(x[:, :1], 1)
     with pytest.raises(NotFittedError):
         Laplace(nn.Linear(2, 2), "classification", "all", "full").acquire(x, 1)
+    la.model[0].weight.data.add_(1.0)  # type: ignore[index]
+    with pytest.raises(ModelChangedError):
+        la.acquire(x, 1)
