@@ -18,7 +18,7 @@ from typing import Literal
 
 from scipy import stats
 
-from protocol.records import Estimate, Records, Scores, estimate
+from protocol.records import Estimate, Records, Scores
 
 Verdict = Literal["holds", "holds trivially", "fails", "undecided", "premise absent"]
 Cause = Literal["", "data", "premise", "baseline", "real"]
@@ -65,14 +65,13 @@ class Premise:
     def holds(self, records: Records) -> bool:
         """Of both numbers, by a one-sided t test over seeds."""
         return all(
-            is_positive(estimate([number(scores) - least for scores in records.scores]))
+            is_positive(records.of(lambda scores, number=number, least=least: number(scores) - least))
             for number, least in ((self.gap, LEAST_GAP), (self.loss, LEAST_LOSS))
         )
 
     def measured(self, records: Records) -> str:
         """Both numbers."""
-        gap, loss = (estimate([number(scores) for scores in records.scores]) for number in (self.gap, self.loss))
-        return f"confidence − accuracy {gap}, training loss {loss}"
+        return f"confidence − accuracy {records.of(self.gap)}, training loss {records.of(self.loss)}"
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Checked:
 
 def check(claim: Claim, records: Records) -> Checked:
     """The verdict of the seeds: by a one-sided t test, whose two directions are "holds" and "fails"."""
-    ours = estimate([claim.statistic(scores) for scores in records.scores])
+    ours = records.of(claim.statistic)
     note = claim.note if isinstance(claim.note, str) else claim.note(records)
     if claim.premise is not None and ours.n_seeds > 1 and not claim.premise.holds(records):
         return Checked(claim, ours, "premise absent", "premise", claim.premise.measured(records), note)

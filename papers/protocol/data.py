@@ -241,12 +241,6 @@ def blurred(x: Tensor, scale: float) -> Tensor:
     return F.conv2d(x, kernel.expand(n_channels, 1, -1, -1), padding=reach, groups=n_channels)
 
 
-def mislabelled(y: Tensor, share: float, n_classes: int, generator: torch.Generator) -> Tensor:
-    """Labels, a share of which is drawn anew from all classes."""
-    drawn = torch.randint(n_classes, y.shape, generator=generator)
-    return torch.where(torch.rand(y.shape, generator=generator) < share, drawn, y)
-
-
 def other_images(x: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Images that are no digits, as many as `x`: inverted ones, shuffled pixels, smooth noise."""
     n_data, n_channels, height, width = x.shape

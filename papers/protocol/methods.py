@@ -13,6 +13,7 @@ from laplace import Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import TuningWarning
 from laplace.metrics import accuracy
+from protocol.baselines.csghmc import CyclicalSettings, sample_networks
 from protocol.baselines.ensemble import deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import FlipoutSettings, fit_flipout
 from protocol.baselines.hmc import HmcSettings, hmc, log_posterior, networks, predictions, split_r_hat, start_of
@@ -35,6 +36,7 @@ class MethodSettings:
         flipout: Its objective.
         swag: Its iterates; the learning rate is chosen out of `swag_rates`.
         swag_rates: By the paper's threshold on the mean confidence: MAP's accuracy less a hundredth.
+        cyclical: Of the cyclical stochastic chain; None leaves it out.
         hmc: Of the chains, of which one starts at every member of the ensemble; None leaves them out.
         n_members: Of the ensemble.
         n_samples: Networks of SWAG and of variational Bayes.
@@ -46,6 +48,7 @@ class MethodSettings:
     flipout: FlipoutSettings = field(default_factory=FlipoutSettings)
     swag: SwagSettings = field(default_factory=SwagSettings)
     swag_rates: tuple[float, ...] = RATES
+    cyclical: CyclicalSettings | None = None
     hmc: HmcSettings | None = None
     n_members: int = 5
     n_samples: int = 30
@@ -72,8 +75,18 @@ def fit_all(make: Callable[[int], nn.Sequential], parts: Split, how: MethodSetti
     fitted = Fitted({"MAP": averaged([model]), "DE": averaged(members)}, {})
     _add_variational(fitted, make, parts, how, seed)
     _add_swag(fitted, model, parts, how, seed)
+    if how.cyclical is not None:
+        fitted.predict["CSGHMC"] = averaged(sample_networks(make(seed), parts.train, how.cyclical, seed))
     if how.hmc is not None:
         _add_hmc(fitted, members, parts, how, how.hmc, seed)
+    _add_laplace(fitted, model, parts)
+    return fitted
+
+
+def fit_laplace(make: Callable[[int], nn.Sequential], parts: Split, how: MethodSettings, seed: int) -> Fitted:
+    """MAP and Laplace approximations alone, from the same MAP network as `fit_all`'s."""
+    (model,) = deep_ensemble(make, parts.train, how.training, seed, 1)
+    fitted = Fitted({"MAP": averaged([model])}, {})
     _add_laplace(fitted, model, parts)
     return fitted
 

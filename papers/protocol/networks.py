@@ -39,14 +39,26 @@ def cnn(
         )  # fmt: skip
 
 
+def strided_cnn(n_outputs: int, seed: int, n_channels: int = 16, size: int = 14) -> nn.Sequential:
+    """As `cnn` with steps of two in place of pooling, after LeNet; grey images `[B, 1, size, size]`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wide, left = 2 * n_channels, -(-size // 4)
+        return nn.Sequential(
+            nn.Conv2d(1, n_channels, 5, stride=2, padding=2), nn.ReLU(),
+            nn.Conv2d(n_channels, wide, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(wide * left**2, 4 * n_channels), nn.ReLU(), nn.Linear(4 * n_channels, n_outputs),
+        )  # fmt: skip
+
+
 def cnn_with_batch_norm(n_outputs: int, seed: int, n_channels: int = 16, n_inputs: int = 3) -> nn.Sequential:
-    """Three convolutions of width 3 with batch normalisation, then a head on channels averaged over the image."""
+    """Three convolutions of width 3 with batch normalisation, then a head on channels averaged over quarters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wide = 2 * n_channels
         return nn.Sequential(
-            nn.Conv2d(n_inputs, n_channels, 3, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(),
-            nn.Conv2d(n_channels, n_channels, 3, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(n_channels, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU(),
+            nn.Conv2d(n_inputs, n_channels, 3, stride=2, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(),
+            nn.Conv2d(n_channels, n_channels, 3, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(),
+            nn.Conv2d(n_channels, wide, 3, stride=2, padding=1), nn.BatchNorm2d(wide), nn.ReLU(),
             nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * wide, n_outputs),
         )  # fmt: skip

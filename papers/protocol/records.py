@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def estimate(values: list[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Records:
-    """Scores of all seeds.
+    """Scores of all seeds. What takes long may be there for some of them only; the first has everything.
 
     Attributes:
         seeds: In their order.
@@ -71,11 +73,19 @@ class Records:
     scores: tuple[Scores, ...]
 
     def __getitem__(self, key: tuple[str, str, str]) -> list[float]:
-        """The numbers of a condition, method and measure, one per seed."""
-        return [scores[key] for scores in self.scores]
+        """The numbers of a condition, method and measure, one per seed that has it."""
+        return [scores[key] for scores in self.scores if Key(*key) in scores.values]
 
     def __contains__(self, key: tuple[str, str, str]) -> bool:
-        return all(Key(*key) in scores.values for scores in self.scores)
+        return Key(*key) in self.scores[0].values
+
+    def of(self, statistic: Callable[[Scores], float]) -> Estimate:
+        """The mean over the seeds that have the numbers of a statistic, with its standard error."""
+        found = []
+        for scores in self.scores:
+            with suppress(KeyError):
+                found.append(statistic(scores))
+        return estimate(found)
 
     def estimate(self, condition: str, method: str, measure: str) -> Estimate:
         """Mean over seeds, with its standard error."""

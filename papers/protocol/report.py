@@ -98,8 +98,9 @@ def table(
             if (condition, method, measure) not in records:
                 cells.append("–")
                 continue
-            paper = theirs.get(method, {}).get(measure)
-            cells.append(f"{records.estimate(condition, method, measure)}" + (f" ({paper})" if paper else ""))
+            paper, ours = theirs.get(method, {}).get(measure), records.estimate(condition, method, measure)
+            few = f", {ours.n_seeds} seeds" if ours.n_seeds < len(records.seeds) else ""
+            cells.append(f"{ours}{few}" + (f" ({paper})" if paper else ""))
         rows.append(tuple(cells))
     return Table(title, ("method", *columns), tuple(rows))
 

@@ -1,21 +1,21 @@
 """Classification of images whose test data are shifted step by step, with images of other kinds to be told apart.
 
 The tasks stand in for those of Daxberger et al. (2021, 4.2): digits with rotated ones for MNIST and Rotated-MNIST, and
-coloured digits before a background with noisy and blurred ones for CIFAR-10 and CIFAR-10-C. Classes from 7 on are
-left out of the training and stand in for their other data sets, beside images that are no digits.
+coloured digits before a background with noisy and blurred ones for CIFAR-10 and CIFAR-10-C. Digits from 7 on are left
+out of the training and stand in for their other data sets, beside images that are no digits. Digits are `glyphs`, or
+those of scikit-learn, of MNIST, or from disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from protocol.data import Part, Split, blurred, digits, mislabelled, noisy, other_images, rotated, split
+from protocol.data import Part, Split, blurred, glyphs, noisy, other_images, rotated, split
 
 N_CLASSES = 7
 ANGLES = (15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 150.0, 180.0)
@@ -28,7 +28,7 @@ class ShiftedTask:
 
     Attributes:
         parts: Training, validation and test data of the classes that are seen.
-        shifted: Test inputs by the intensity of a shift, of one or several kinds.
+        shifted: The first test inputs by the intensity of a shift, of one or several kinds.
         others: Inputs of other kinds, by their names.
     """
 
@@ -43,23 +43,46 @@ class ShiftedTask:
         return ShiftedTask(parts, shifted, {name: change(x) for name, x in self.others.items()})
 
 
-def seen_and_unseen(data: Part, n_train: int, label_noise: float, generator: torch.Generator) -> tuple[Split, Tensor]:
-    """Parts of the classes that are seen, a share of the training labels drawn anew, and images of the others."""
+@dataclass(frozen=True)
+class Sizes:
+    """Of the parts.
+
+    Attributes:
+        train: Training data.
+        validation: Validation data.
+        test: Test data.
+        shifted: Test data of every shift, and of every kind of other images.
+    """
+
+    train: int
+    validation: int
+    test: int
+    shifted: int
+
+
+def digit_glyphs(sizes: Sizes, n_pixels: int, noise: float, seed: int) -> Part:
+    """As many glyphs of all ten digits as give parts of the sizes."""
+    n_seen = sizes.train + sizes.validation + sizes.test
+    return glyphs(round(1.1 * n_seen * 10 / N_CLASSES), n_pixels, seed=seed, noise=noise)
+
+
+def seen_and_unseen(data: Part, sizes: Sizes, generator: torch.Generator) -> tuple[Split, Tensor]:
+    """Parts of the classes that are seen, and images of the others. Of few data the parts are smaller in proportion."""
     seen = data.of_classes(range(N_CLASSES))
-    share = n_train / len(seen)
-    parts = split(seen, (share, min(share, 0.2)), generator)
-    train = Part(parts.train.x, mislabelled(parts.train.y, label_noise, N_CLASSES, generator))
+    wanted = sizes.train + sizes.validation + sizes.test
+    share = min(1.0, len(seen) / wanted)
+    parts = split(seen, (share * sizes.train / len(seen), share * sizes.validation / len(seen)), generator)
     unseen = data.of_classes(range(N_CLASSES, 10)).x
-    return Split(train, parts.validation, parts.test), unseen
+    return Split(parts.train, parts.validation, parts.test[: sizes.test]), unseen[: sizes.shifted]
 
 
-def rotated_digits(n_train: int, noise: float, seed: int, path: Path | None = None) -> ShiftedTask:
-    """Noisy digits 0 to 6 with rotated test images; others are digits 7 to 9 and images that are no digits."""
+def rotated_digits(data: Part, sizes: Sizes, seed: int) -> ShiftedTask:
+    """Digits 0 to 6 with rotated test images; others are digits 7 to 9 and images that are no digits."""
     generator = torch.Generator().manual_seed(seed)
-    data = digits(path)
-    parts, unseen = seen_and_unseen(Part(noisy(data.x, noise, generator), data.y), n_train, 0.0, generator)
-    shifted = {angle: (rotated(parts.test.x, angle),) for angle in ANGLES}
-    return ShiftedTask(parts, shifted, {"unseen digits": unseen, **other_images(parts.test.x, generator)})
+    parts, unseen = seen_and_unseen(data, sizes, generator)
+    some = parts.test.x[: sizes.shifted]
+    shifted = {angle: (rotated(some, angle),) for angle in ANGLES}
+    return ShiftedTask(parts, shifted, {"unseen digits": unseen, **other_images(some, generator)})
 
 
 def coloured(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -71,16 +94,13 @@ def coloured(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return background * (1 - x) + colour * x, background
 
 
-def coloured_digits(n_train: int, label_noise: float, seed: int, path: Path | None = None) -> ShiftedTask:
+def coloured_digits(data: Part, sizes: Sizes, seed: int) -> ShiftedTask:
     """Coloured digits 0 to 6; shifts are noise and blur; others are digits 7 to 9, backgrounds, shuffled pixels."""
     generator = torch.Generator().manual_seed(seed)
-    data = digits(path)
     images, backgrounds = coloured(data.x, generator)
-    parts, unseen = seen_and_unseen(Part(images, data.y), n_train, label_noise, generator)
-    shifted = {
-        level: (noisy(parts.test.x, 0.05 * level, generator), blurred(parts.test.x, 0.2 + 0.15 * level))
-        for level in LEVELS
-    }
-    shuffled = other_images(parts.test.x, generator)["shuffled"]
-    others = {"unseen digits": unseen, "backgrounds": backgrounds[: len(unseen)], "shuffled": shuffled}
+    parts, unseen = seen_and_unseen(Part(images, data.y), sizes, generator)
+    some = parts.test.x[: sizes.shifted]
+    shifted = {level: (noisy(some, 0.05 * level, generator), blurred(some, 0.2 + 0.15 * level)) for level in LEVELS}
+    shuffled = other_images(some, generator)["shuffled"]
+    others = {"unseen digits": unseen, "backgrounds": backgrounds[: sizes.shifted], "shuffled": shuffled}
     return ShiftedTask(parts, shifted, others)
