@@ -6,9 +6,9 @@ rule out. Networks with such weights predict the other class, and a mean over sa
 linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid.
 
 The damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken three times. Of the exact GGN, which with one row of
-weights is Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2. Of Kronecker factors of which one is a sum
-over data and one a mean, `damping=True`: a product that exceeds the GGN, since it takes inputs and gradients for
-independent. Of two sums, `damping="sum"`, as the paper's equations A.2 and A.4 have it.
+weights is Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2. Of Kronecker factors that are means over
+the data, `damping="mean"`, as Ritter et al. have it: a product that exceeds the GGN, since it takes inputs and
+gradients for independent. Of two sums, `damping="sum"`, as the paper's equations A.2 and A.4 have it.
 
     python papers/tanh.py            # 5 seeds, of the start of the training and of the samples
     python papers/tanh.py --small    # a coarse grid and few samples, to try it out
@@ -82,7 +82,7 @@ METHODS = {
     "GGN, nn": Method("full", "nn", {}),
     "GGN, glm": Method("full", "glm", {}),
     "damped GGN, nn": Method("full", "nn", {"prior_precision": 2.0, "temperature": 0.5}),
-    "damped Kron, nn": Method("kron", "nn", {"damping": True}),
+    "damped Kron, nn": Method("kron", "nn", {"damping": "mean"}),
     "damped Kron (sums), nn": Method("kron", "nn", {"damping": "sum"}),
 }
 
@@ -223,8 +223,8 @@ def scores_of(found: dict[str, Outcome]) -> Scores:
 DAMPED = ("damped GGN, nn", "damped Kron, nn", "damped Kron (sums), nn")
 SAMPLED = ("Laplace, nn", "GGN, nn", *DAMPED)
 NARROWER = (
-    "The Kronecker product of a sum and a mean takes inputs and gradients for independent: it exceeds the GGN here, "
-    "and that of two sums is N times larger, so that these posteriors are narrower than damping alone would make them."
+    "The Kronecker product of factors takes inputs and gradients for independent: it exceeds the GGN here, and that of "
+    "two sums is N times larger, so that these posteriors are narrower than damping alone would make them."
 )
 
 

@@ -40,7 +40,10 @@ POST_HOC = tuple(
     Configuration("post-hoc", weights, structure, curvature)
     for weights, structure, curvature in product(WEIGHTS, STRUCTURES, ("GGN", "EF"))
 )
-ONLINE = tuple(Configuration("online", "all", structure, "GGN") for structure in STRUCTURES)
+ONLINE = (
+    *(Configuration("online", "all", structure, "GGN") for structure in STRUCTURES),
+    Configuration("online", "last_layer", "kron", "GGN"),
+)
 
 
 def names(

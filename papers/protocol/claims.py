@@ -224,8 +224,13 @@ def check(claim: Claim, records: Records) -> Checked:
             return Checked(claim, ours, "holds trivially", "", f"test NLL {cost:.3f} above MAP's", note)
         return Checked(claim, ours, "holds", "", "", note)
     if is_positive(replace(ours, mean=-ours.mean)):
-        return Checked(claim, ours, "fails", claim.cause or "real", f"t = {t_statistic(ours):.1f}", note)
+        return Checked(claim, ours, "fails", claim.cause or "real", _shown(t_statistic(ours)), note)
     return Checked(claim, ours, "undecided", claim.cause or "data", _seeds_to_decide(ours), note)
+
+
+def _shown(t: float) -> str:
+    """Of what all seeds agree on, but for rounding, no more than that it is large."""
+    return f"t = {t:.1f}" if abs(t) < 1000 else "the same on all seeds"
 
 
 def _seeds_to_decide(ours: Estimate) -> str:
@@ -233,7 +238,7 @@ def _seeds_to_decide(ours: Estimate) -> str:
     if ours.mean == 0 or ours.n_seeds < 2:
         return "equal on all seeds" if ours.n_seeds > 1 else "one seed"
     spread = ours.error * math.sqrt(ours.n_seeds)
-    t = f"t = {t_statistic(ours):.1f}"
+    t = _shown(t_statistic(ours))
     for n in range(ours.n_seeds + 1, MOST_SEEDS + 1):
         if abs(ours.mean) * math.sqrt(n) > spread * float(stats.t.ppf(LEVEL, n - 1)):
             return f"{t}, {n} seeds would decide"

@@ -17,7 +17,7 @@ from protocol.baselines.csghmc import CyclicalSettings, sample_networks
 from protocol.baselines.ensemble import deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import FlipoutSettings, fit_flipout
 from protocol.baselines.hmc import HmcSettings, hmc, log_posterior, networks, predictions, split_r_hat, start_of
-from protocol.baselines.swag import RATES, SwagSettings, choose_rate, fit_swag
+from protocol.baselines.swag import RATES, SwagSettings, choose_rate, fit_swag, renew_batch_norm
 from protocol.data import Split
 from protocol.training import Training
 
@@ -95,7 +95,10 @@ def _add_variational(
     fitted: Fitted, make: Callable[[int], nn.Sequential], parts: Split, how: MethodSettings, seed: int
 ) -> None:
     posterior = fit_flipout(make(seed), parts.train, how.variational, how.flipout, seed)
-    fitted.predict["VB"] = averaged(posterior.networks(how.n_samples))
+    models = posterior.networks(how.n_samples)
+    for model in models:  # as SWAG's: sampled weights shift the means of all channels
+        renew_batch_norm(model, parts.train)
+    fitted.predict["VB"] = averaged(models)
 
 
 def _add_swag(fitted: Fitted, model: nn.Module, parts: Split, how: MethodSettings, seed: int) -> None:

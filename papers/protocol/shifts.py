@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from protocol.data import Part, Split, blurred, glyphs, noisy, other_images, rotated, split
+from protocol.data import Part, Split, blurred, digits, glyphs, mnist, noisy, other_images, rotated, split
 
 N_CLASSES = 7
 ANGLES = (15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 150.0, 180.0)
@@ -60,10 +60,10 @@ class Sizes:
     shifted: int
 
 
-def digit_glyphs(sizes: Sizes, n_pixels: int, noise: float, seed: int) -> Part:
+def digit_glyphs(sizes: Sizes, n_pixels: int, noise: float, seed: int, warp: float = 1.0) -> Part:
     """As many glyphs of all ten digits as give parts of the sizes."""
     n_seen = sizes.train + sizes.validation + sizes.test
-    return glyphs(round(1.1 * n_seen * 10 / N_CLASSES), n_pixels, seed=seed, noise=noise)
+    return glyphs(round(1.1 * n_seen * 10 / N_CLASSES), n_pixels, seed=seed, noise=noise, warp=warp)
 
 
 def seen_and_unseen(data: Part, sizes: Sizes, generator: torch.Generator) -> tuple[Split, Tensor]:
@@ -83,6 +83,20 @@ def rotated_digits(data: Part, sizes: Sizes, seed: int) -> ShiftedTask:
     some = parts.test.x[: sizes.shifted]
     shifted = {angle: (rotated(some, angle),) for angle in ANGLES}
     return ShiftedTask(parts, shifted, {"unseen digits": unseen, **other_images(some, generator)})
+
+
+REAL_SETS = ("scikit-learn's digits", "MNIST")
+
+
+def real_sets(sizes: Sizes, n_pixels: int, noise: float, seed: int) -> dict[str, ShiftedTask]:
+    """The same with scikit-learn's digits and, where they are installed, MNIST's, in the size of the glyphs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, data in zip(REAL_SETS, (digits(), mnist()), strict=True):
+        if data is not None:
+            images = F.interpolate(data.x, (n_pixels, n_pixels), mode="bilinear", antialias=True)
+            found[name] = rotated_digits(Part(noisy(images, noise, generator), data.y), sizes, seed)
+    return found
 
 
 def coloured(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
