@@ -118,6 +118,8 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
             raise InvalidType(f"merge takes a list of posteriors over weights; a {type(la).__name__} was given.")
     if len(given) < 2:
         raise InvalidArgument(f"merge takes at least two posteriors; {len(given)} was given.")
+    if len({id(la) for la in given}) < len(given):
+        raise InvalidArgument("posteriors holds the same one twice: its data would count twice.")
     for number, la in enumerate(given):
         la.fitted()
         la.check_unchanged()
@@ -233,6 +235,8 @@ def from_optimizer(
     Warns:
         ApproximationWarning: Squared gradients of unknown batches.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidType(f"optimizer is a {type(optimizer).__name__}; the torch.optim.Optimizer of the training is.")
     check_counts(n_data=n_data, batch_size=1 if batch_size is None else batch_size)
     ivon = all("hess" in group and "ess" in group for group in optimizer.param_groups)
     if batch_size is None and not ivon:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
@@ -816,6 +817,9 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         from laplace.posterior.combining import moved_by_removal
 
         self._require_data()
+        batches.require_loader(loader, "loader")
+        if isinstance(weight, bool) or not isinstance(weight, Real):
+            raise InvalidType(f"weight must be a number in (0, 1]; {type(weight).__name__} was given.")
         options = FitOptions(
             override=False, progress_bar=progress_bar, group=group, weight_fn=weight_fn,
             dict_key_weight=dict_key_weight, removed_weight=weight,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace, marglik_training
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.errors import (
@@ -525,3 +526,59 @@ def test_what_is_no_loader(loader: Any) -> None:
     with pytest.raises(InvalidType, match=r"train_loader is of type .* DataLoader"):
         la.fit(loader)
     assert torch.equal(la(X), before)
+
+
+# Answers of a fitted posterior: what they are asked wrongly.
+
+PAIR, PAIR_R = [(X, Y)], [(XR, YR)]
+WIDE_X = torch.zeros(3, 7)
+Asked = Callable[[Any], Any]
+ASKED: dict[str, tuple[str, Asked, type[LaplaceError], str]] = {
+    **{
+        f"{name} of {kind}": ("classification", ask, InvalidType, f"is of type {kind}")
+        for kind, loader in (("NoneType", None), ("int", 3))
+        for name, ask in (
+            ("leave_one_out", lambda la, loader=loader: la.leave_one_out(loader)),
+            ("influence", lambda la, loader=loader: la.influence(loader, X, Y)),
+            ("label_errors", lambda la, loader=loader: la.label_errors(loader)),
+            ("forget", lambda la, loader=loader: la.forget(loader, move_mean=True)),
+            ("projected", lambda la, loader=loader: la.projected(loader)),
+        )
+    },
+    "report of strangers": ("classification", lambda la: la.report(PAIR, ood=X), InvalidType, "ood is of type Tensor"),
+    "report of a number": ("classification", lambda la: la.report(PAIR, train=3), InvalidType, "train is of type int"),
+    "report by a name": ("classification", lambda la: la.report(PAIR, generator="0"), InvalidType, "torch.Generator"),
+    "split conformal of a number": ("regression", lambda la: la.conformal(val_loader=3), InvalidType, "val_loader"),
+    "intervals at NaN": (
+        "regression", lambda la: la.conformal(PAIR_R).interval(XR * NAN), InvalidData, "outputs have NaN",
+    ),
+    "project NaN": ("classification", lambda la: la.projected([(X * NAN, Y)]), InvalidData, "outputs have NaN"),
+    "project too few labels": ("classification", lambda la: la.projected([(X, Y[:3])]), InvalidData, "every datum"),
+    "project to a word": (
+        "classification", lambda la: la.projected(PAIR, tolerance="small"), InvalidArgument, "tolerance='small'",
+    ),
+    "forget by no weight": (
+        "classification", lambda la: la.forget(PAIR, weight=None), InvalidType, "weight must be a number",
+    ),
+    "merge the same": ("classification", lambda la: laplace.merge([la, la]), InvalidArgument, "twice"),
+    "other inputs": ("classification", lambda la: la.influence(PAIR, WIDE_X, Y[:3]), InvalidData, "do not fit"),
+    "no optimizer": (
+        "classification", lambda la: laplace.from_optimizer(None, la.model, 3), InvalidType, "optimizer is a NoneType",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")
+def test_a_wrong_question_changes_nothing(asked: str) -> None:
+    likelihood, ask, error, message = ASKED[asked]
+    la = grid.fitted("all", "full", likelihood)
+    model: Any = la.model
+    posterior, state = la._posterior, {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [*(tensor.requires_grad for tensor in model.parameters()), *(part.training for part in model.modules())]
+    with pytest.raises(error, match=message):
+        ask(la)
+    assert la._posterior is posterior
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    after = [*(tensor.requires_grad for tensor in model.parameters()), *(part.training for part in model.modules())]
+    assert after == modes

@@ -119,8 +119,8 @@ class DrawnFunction(nn.Module):
             InvalidArgument: No function.
             UnsupportedError: An operation of the network has no derivative in a direction.
         """
-        if not functions:
-            raise InvalidArgument("functions is empty; give those of la.draw(n).")
+        if not isinstance(functions, Sequence) or not functions:
+            raise InvalidArgument(f"functions={functions!r}; give those of la.draw(n), one at least.")
         first = functions[0]
         if all(function.network is first.network for function in functions):
             steps = {

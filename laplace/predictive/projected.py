@@ -11,19 +11,22 @@ With N·C ≥ P outputs that kernel may be {0}; that of the loss, one row gᵀJ 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from laplace.core.arguments import check_counts
-from laplace.core.batch import Inputs
+from laplace.core.batch import Inputs, require_loader
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
@@ -92,8 +95,8 @@ def projected(
     check_generator(generator)
     if kernel not in ("outputs", "loss"):
         raise InvalidArgument(f"kernel={kernel!r}; accepted are 'outputs' and 'loss'.")
-    if not 0 < tolerance < 1:
-        raise InvalidArgument(f"tolerance={tolerance}; it must lie in (0, 1).")
+    if not (isinstance(tolerance, Real) and 0 < tolerance < 1):
+        raise InvalidArgument(f"tolerance={tolerance!r}; it must lie in (0, 1).")
     posterior.require_fitted()
     if posterior.problem.processes is not None:
         raise UnsupportedError("projected with a network that is spread over processes; use one whole network.")
@@ -144,6 +147,7 @@ class _Rows:
     """Rows R_b of all batches, in units of prior standard deviations, with inverses of their Gram matrices; float64."""
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], of_loss: bool, deviations: Tensor) -> None:
+        require_loader(loader, "train_loader")
         self.posterior, self.loader, self.of_loss, self.deviations = posterior, loader, of_loss, deviations
         self._kept: list[Tensor] | None = None
         self._inverses: list[Tensor] = []
@@ -188,14 +192,19 @@ class _Rows:
                 continue
             x, y = counted
             done = 0
-            for jacobian, f in engine.jacobian(x):
-                require_none(jacobian.positions, "la.projected", "Use la.sample, or la(x, pred_type='nn')")
-                targets = y[done : done + len(f)]
-                done += len(f)
-                gradient = widened(likelihood.gradient(f, engine.checked(f, targets))) if self.of_loss else None
-                start = 0
-                for piece in jacobian.pieces():
-                    part = slice(start, start + len(piece))
-                    start += len(piece)
-                    own = widened(piece) * widened(self.deviations)
-                    yield own.flatten(0, 1) if gradient is None else (gradient[part].unsqueeze(1) @ own).squeeze(1)
+            with closing(engine.jacobian(x)) as parts:
+                for jacobian, f in parts:
+                    require_none(jacobian.positions, "la.projected", "Use la.sample, or la(x, pred_type='nn')")
+                    targets = engine.checked(f, y[done : done + len(f)])
+                    done += len(f)
+                    gradient = widened(likelihood.gradient(f, targets)) if self.of_loss else None
+                    yield from self._of_part(jacobian, gradient)
+
+    def _of_part(self, jacobian: Jacobian, gradient: Tensor | None) -> Iterator[Tensor]:
+        """Rows of a few inputs: of all outputs, or of the loss."""
+        start = 0
+        for piece in jacobian.pieces():
+            part = slice(start, start + len(piece))
+            start += len(piece)
+            own = widened(piece) * widened(self.deviations)
+            yield own.flatten(0, 1) if gradient is None else (gradient[part].unsqueeze(1) @ own).squeeze(1)

@@ -17,16 +17,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from laplace.core.batch import Inputs
+from laplace.core.batch import Inputs, require_loader, to_device
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
@@ -151,6 +153,7 @@ def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
     """Intervals from held-out data, in units of the predictive standard deviation (Lei et al., 2018)."""
     posterior = la.snapshot()
     _check_likelihood(posterior)
+    require_loader(loader, "val_loader")
     held = copy.copy(la)  # which keeps its posterior, whatever is assigned later
     scores: list[Tensor] = []
     for batch in loader:
@@ -239,8 +242,10 @@ class _Known:
         """Outputs `[b, C]`, Jacobian `[b, C, P]` and J P⁻¹, of consecutive inputs: as many as memory takes."""
         posterior = self.posterior
         posterior.check_unchanged()
-        with autograd_mode(), torch.no_grad():
-            for jacobian, f in self.data.engine.jacobian(x):
+        x = to_device(x, posterior.problem.device)
+        with autograd_mode(), torch.no_grad(), closing(self.data.engine.jacobian(x)) as pieces:
+            for jacobian, f in pieces:
+                check_outputs(f)
                 done = 0
                 for piece in jacobian.pieces():
                     rows = widened(piece)

@@ -11,8 +11,9 @@ the damping. P⁻¹ g_q is solved once for every query, in the form of the struc
 factors, or for `matrix_free` by conjugate gradients with the exact GGN. A training input meets it as the factors of
 its gradient, Σ_t b_t ⊗ a_t for every layer; its gradient is never multiplied out.
 
-Many queries are nearly combinations of few. With G = V diag(σ²) Vᵀ the matrix of s(q, q') among the queries, the
-scores are V_k V_kᵀ s but for a share 1 − Σ_k σ² / tr G of their squares, were training gradients spread as P is.
+Many queries are nearly combinations of few. With V_k the k largest eigenvectors of their correlations, s(q, q') over
+the root r_q r_q' of s(q, q) s(q', q'), the scores s/r are V_k V_kᵀ s/r but for a share 1 − Σ_k λ / B of their squares,
+were training gradients spread as P is.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Influence:
             would be larger without the training input. Positive: it helps; negative: it harms. With `top` the k largest
             in size, `[B, k]`.
         indices: Places of these inputs in the loader, `[B, k]`; None for all of them.
-        kept: Share of the queries' squared size, Σ_q g_qᵀ P⁻¹ g_q, that `rank` kept; 1 without.
+        kept: Share of every query's squared size, g_qᵀ P⁻¹ g_q, that `rank` kept, on the mean; 1 without.
     """
 
     scores: Tensor
@@ -125,9 +126,12 @@ def influence(
 def _few(solved: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     """Combinations `[k, P]` of B solutions P⁻¹ g, what makes these of them again `[B, k]`, and the share that stays."""
     inner = widened(solved) @ widened(rows).T
-    values, vectors = torch.linalg.eigh(0.5 * (inner + inner.T))
-    chosen = vectors[:, -rank:].to(solved)
-    return chosen.T @ solved, chosen, float(values[-rank:].sum() / values.sum())
+    size = inner.diagonal().clamp(min=0).sqrt()
+    inverse = torch.where(size > 0, 1 / size, 0.0)
+    values, vectors = torch.linalg.eigh(inverse.unsqueeze(1) * 0.5 * (inner + inner.T) * inverse)
+    chosen = vectors[:, -rank:]
+    combined = (inverse.unsqueeze(1) * chosen).to(solved).T @ solved
+    return combined, (size.unsqueeze(1) * chosen).to(solved), float(values[-rank:].sum() / values.sum())
 
 
 def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, Tensor]:
@@ -199,6 +203,7 @@ class _Gradients:
         progress_bar: bool,
     ) -> Iterator[Tensor]:
         """What `measure` makes of gradients and losses, `[R, B]` of every batch; 0 where a label is ignored."""
+        batches.require_loader(loader, "loader")
         bar, n_data = DataBar(label, loader, shown=progress_bar), 0
         for number, item in enumerate(loader):
             with named(f"batch {number}"):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.batch import require_loader
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.fitting.checks import NO_DATA
@@ -167,6 +168,7 @@ class ProcessRefiner(Refiner[KernelCovariance]):
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
         super().__init__(posterior, options)
+        require_loader(loader, "loader")
         self.base, self.subset = self._read(loader)
         self.require_all(self.base.n_data)
         f = widened(self.subset.f)

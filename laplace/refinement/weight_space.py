@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.batch import Inputs
+from laplace.core.batch import Inputs, require_loader
 from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
@@ -76,6 +76,7 @@ class LinearData:
     def __init__(
         self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str, *, progress_bar: bool = False
     ) -> None:
+        require_loader(loader, "loader")
         self.engine = engine
         self.batches: list[LinearBatch] = []
         n_bytes, device, rules = 0, engine.problem.device, engine.target_rules

@@ -14,7 +14,7 @@ from laplace.comparison import Comparison, ScoredData, scores_of
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.random_numbers import drawn_seed
+from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import outputs
 from laplace.enums import PredType
 from laplace.errors import UnsupportedError
@@ -88,7 +88,10 @@ def reported(
     train: Iterable[Any] | None, options: PredictOptions, *, progress_bar: bool,
 ) -> Report:  # fmt: skip
     """The report on predictions beside the networks' own, of class labels or of targets with Gaussian noise."""
-    batches.require_loader(loader, "test")
+    for name, given in (("test", loader), ("ood", ood), ("train", train)):
+        if given is not None or name == "test":
+            batches.require_loader(given, name)
+    check_generator(options.generator)
     for posterior in group.posteriors:
         posterior.require_fitted()
     first = group.first
