@@ -118,8 +118,6 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
             raise InvalidType(f"merge takes a list of posteriors over weights; a {type(la).__name__} was given.")
     if len(given) < 2:
         raise InvalidArgument(f"merge takes at least two posteriors; {len(given)} was given.")
-    if len({id(la) for la in given}) < len(given):
-        raise InvalidArgument("posteriors holds the same one twice: its data would count twice.")
     for number, la in enumerate(given):
         la.fitted()
         la.check_unchanged()
@@ -137,6 +135,8 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
                 f"posterior {number} cannot be merged with the first: {difference}. All must have the same structure, "
                 "network, weights, likelihood, prior, noise and temperature."
             )
+    if len({id(la) for la in given}) < len(given):
+        raise InvalidArgument("posteriors holds the same one twice: its data would count twice.")
     _require_untied(given[0].problem)
     return given
 

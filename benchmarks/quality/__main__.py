@@ -4,7 +4,8 @@
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv`. With `--keep` the results are kept in results.json, in place of
-those of the same rows, and docs/which_method.md is written anew. Every process has one thread.
+those of the same rows, and docs/which_method.md is written anew. Every process has one thread. Afterwards come the
+checks of what else a posterior knows, `benchmarks.quality.knows`.
 
 Nothing is chosen on test data, on shifted or on unseen inputs. The rule by which `la.calibrate` chooses was chosen on
 other seeds, see `benchmarks.quality.rules`.
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import freesolv, page, targets
+from benchmarks.quality import freesolv, knows, page, targets
 from benchmarks.quality.methods import columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import losses, paired, scores
@@ -152,11 +153,14 @@ def main() -> None:
         except ImportError as error:
             print(f"{freesolv.NAME} is left out: {error}")
     found = rounded(found)
+    warnings.simplefilter("ignore", LaplaceWarning)
+    torch.set_num_threads(1)
+    told = knows.checked(given.only, quick=given.quick, keep=given.keep)
     if given.keep:
         found = merged(found)
         page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
-    for line in targets.lines(found):
+    for line in (*targets.lines(found), *told):
         print(line)
 
 

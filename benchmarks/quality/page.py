@@ -1,4 +1,7 @@
-"""Writes the tables of docs/which_method.md from the results beside this file: `python -m benchmarks.quality.page`."""
+"""Writes tables of docs/which_method.md and docs/what_a_posterior_knows.md from the results beside this file.
+
+python -m benchmarks.quality.page
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import knows
 from benchmarks.quality.methods import (
     CALIBRATE,
     DROPOUT,
@@ -23,7 +27,7 @@ from benchmarks.quality.methods import (
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "which_method.md"
+PAGE, KNOWS = (FOLDER.parents[1] / "docs" / name for name in ("which_method.md", "what_a_posterior_knows.md"))
 RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
 LAST = "last layer, kron"
 COLUMNS = {
@@ -334,8 +338,9 @@ def written(page: str, found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Writes the page."""
-    results, study = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES))
+    """Writes the pages."""
+    results, study, checks = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES, knows.RESULTS))
+    KNOWS.write_text(written(KNOWS.read_text("utf-8"), {"checks": knows.table(checks)}), "utf-8")
     PAGE.write_text(written(PAGE.read_text("utf-8"), blocks(results, study)), "utf-8")
 
 

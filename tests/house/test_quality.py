@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import data, methods, page, rules, scores, targets
+from benchmarks.quality import data, knows, methods, page, rules, scores, targets
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
@@ -29,6 +29,19 @@ def quick() -> list[dict[str, Any]]:
 def test_the_page_says_what_the_results_say() -> None:
     text = page.PAGE.read_text("utf-8")
     assert page.written(text, page.blocks(kept(page.RESULTS), kept(page.RULES))) == text
+
+
+def test_the_page_of_checks_says_what_they_say() -> None:
+    text = page.KNOWS.read_text("utf-8")
+    rows = kept(knows.RESULTS)
+    assert [row["name"] for row in rows] == [check.name for check in knows.CHECKS]
+    assert page.written(text, {"checks": knows.table(rows)}) == text
+
+
+def test_a_check_runs() -> None:
+    (check,) = (check for check in knows.CHECKS if check.name.startswith("a report"))
+    (row,) = knows.run([check], quick=True)
+    assert row["seeds"][0]["MB"] < 1 and knows.targets([row])[-1].met is not None
 
 
 def test_results_are_of_all_rows() -> None:
