@@ -3,17 +3,18 @@
 Appendix B.3 of Immer et al. (2021), tables B2 and B3: tanh networks with two hidden layers of 50 units and with one,
 random splits of 70, 15 and 15 %, stratified, ten prior precisions, of which every method chooses its own by the
 negative log likelihood of the validation data, 1,000 samples per predictive and calibration errors in ten bins. Data
-are scikit-learn's breast cancer, wine, iris and 200 of its digits, 400 data of Breiman's waveform by its generator, and
-a generated set of the size and class frequencies of "glass". The paper's other sets are no part of any package;
-`--data` takes one.
+are scikit-learn's breast cancer, wine, iris and digits, 1,000 data of Breiman's waveform by its generator, and a
+generated set of the size and class frequencies of "glass". The paper's other sets are no part of any package; `--data`
+takes one.
 
-    python papers/uci.py            # 5 splits
+    python papers/uci.py            # 6 splits, of the large sets fewer
     python papers/uci.py --small    # 1 split, a tiny network and few data, to try it out
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine, make_classification
 
 from laplace.plotting import COLOURS, new_figure
-from protocol.claims import Claim, lower, orders
+from protocol.claims import Claim, check, lower, orders
 from protocol.data import Part, read, waveform
 from protocol.linearised import SMALL, Settings, Task, conditions, depth, scores_of
 from protocol.options import parse
@@ -32,14 +33,15 @@ from protocol.uci_tables import METHODS, PAPER, TABLES
 MEASURES = ("NLL", "accuracy", "ECE")
 GLASS = (70, 76, 17, 13, 9, 29)
 """Data of every class in "glass identification"."""
-PROTOCOL = """As the paper's, but for the data, of which there are fewer: ten splits, 200 of the
-digits, 400 of "waveform", whose generator makes anew for every split; "glass-like" is generated, with 9 inputs, the 214
-data and the six classes' frequencies of "glass". MAP takes 600 steps of Adam on all data at the rate 0.01 and
-mean-field VI ("MFVI") 1,000 on batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full posterior with
-sampled weights (50 networks), "KFAC" and "diag" its other structures. The paper does not say what its column "GLM
-refine" is; here "GLM refined" is the variational Gaussian at convergence, with 200 points per expectation, "GLM mode"
-the mode with the curvature there, both at two of the ten prior precisions alone (1.7 and 13; of digits 4.6 and 22), and
-"GP" a Gaussian process of 100 data and independent outputs. In brackets the paper's numbers, of "glass" for
+PROTOCOL = """As the paper's: six splits, of "waveform" four, whose generator makes 1,000 data anew for every split,
+and of all 1,797 digits two, whose full posterior over 6,310 weights takes long. "glass-like" is generated, with 9
+inputs, the 214 data and the six classes' frequencies of "glass". MAP takes 600 steps of Adam on all data at the rate
+0.01 and mean-field VI ("MFVI") 1,000 on batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full
+posterior with sampled weights (50 networks), "KFAC" and "diag" its other structures. The paper does not say what its
+column "GLM refine" is, and stops it after 250 small steps; here "GLM refined" is the variational Gaussian, with 64
+points per expectation, until its bound grows by less than a hundredth (of waveform and digits a twentieth), "GLM mode"
+the mode with the curvature there (not of "waveform" and digits), and "GP" a Gaussian process of 100 data and
+independent outputs. Every method tries all ten prior precisions. In brackets the paper's numbers, of "glass" for
 "glass-like"."""
 MISSING = (
     ("australian, ionosphere, vehicle, satellite", "not in any package; `--data` takes a file of one"),
@@ -58,8 +60,8 @@ def from_scikit_learn(load: Callable[..., Any]) -> Callable[[int], Part]:
 
 
 def waves(seed: int) -> Part:
-    """400 of Breiman's."""
-    data = waveform(400, torch.Generator().manual_seed(seed))
+    """1,000 of Breiman's."""
+    data = waveform(1000, torch.Generator().manual_seed(seed))
     return Part(data.x.double(), data.y)
 
 
@@ -78,8 +80,8 @@ TASKS = {
     "wine": Task(from_scikit_learn(load_wine), 3),
     "iris": Task(from_scikit_learn(load_iris), 3),
     "glass-like": Task(glass_like, 6),
-    "waveform": Task(waves, 3),
-    "digits": Task(from_scikit_learn(load_digits), 10, (-1.0, 2.0), 200),
+    "waveform": Task(waves, 3, seeds=4, tolerance=5e-2, with_mode=False),
+    "digits": Task(from_scikit_learn(load_digits), 10, (-1.0, 2.0), 1797, seeds=2, tolerance=5e-2, with_mode=False),
 }
 
 
@@ -100,12 +102,31 @@ PAIRS = (
 )  # fmt: skip
 
 
-def claims_of_tables(settings: Settings) -> list[Claim]:
+def claims_of_tables(records: Records, settings: Settings) -> list[Claim]:
     """Orders of two methods in tables B2 and B3."""
     found: list[Claim] = []
     for name, n_layers in conditions(tuple(PAPER), settings):
-        found += orders(TABLES[n_layers], depth(name, n_layers), PAPER[name][n_layers], PAIRS)
+        where, rows = depth(name, n_layers), PAPER[name][n_layers]
+        for measure, row in rows.items():
+            for pair in PAIRS:
+                claims = orders(TABLES[n_layers], where, {measure: row}, (pair,))
+                found += [explained(claim, records, where, measure, pair, row) for claim in claims]
     return found
+
+
+def explained(
+    claim: Claim, records: Records, where: str, measure: str, pair: tuple[str, str], theirs: dict[str, str]
+) -> Claim:
+    """A claim that fails, with the one of its two methods whose number is farther from the paper's as the cause."""
+    if check(claim, records).verdict != "fails":
+        return claim
+    ours = {method: records.estimate(where, method, measure) for method in pair}
+    away = {method: abs(ours[method].mean - float(theirs[method].split("±")[0])) for method in pair}
+    method = max(pair, key=lambda each: away[each])
+    note = f"{where}: {measure} of {method} is {ours[method]} here and {theirs[method]} in the paper."
+    if where.startswith("glass-like"):
+        return replace(claim, cause="data", note=f"The set is not the paper's. {note}")
+    return replace(claim, cause="real" if method.startswith("GLM") else "baseline", note=note)
 
 
 def claims_of_text(settings: Settings) -> list[Claim]:
@@ -161,7 +182,7 @@ def draw(records: Records, tasks: dict[str, Task], settings: Settings, output: P
     figure.savefig(output, dpi=80)
 
 
-def main(seeds: Sequence[int] = tuple(range(10))) -> None:
+def main(seeds: Sequence[int] = tuple(range(6))) -> None:
     """Runs the experiment.
 
     Args:
@@ -172,7 +193,7 @@ def main(seeds: Sequence[int] = tuple(range(10))) -> None:
     tasks = tasks_of(options.data)
     records = options.run(settings, lambda seed: scores_of(tasks, settings, seed))
     draw(records, tasks, settings, options.output)
-    claims = [*claims_of_tables(settings), *claims_of_text(settings)] if options.data is None else []
+    claims = [*claims_of_tables(records, settings), *claims_of_text(settings)] if options.data is None else []
     finish(
         options, records, script="uci", paper="Immer et al. (2021), B.3", protocol=PROTOCOL,
         tables=tables(records, tasks, settings), claims=claims, missing=MISSING,

@@ -209,16 +209,22 @@ class FullPrecision(Precision):
 
     def logdet(self) -> Tensor:
         """With a scalar prior O(P) after one eigendecomposition per fit, else one Cholesky factorisation."""
-        if self.prior.is_scalar and self.curvature.n_terms == 1:
+        if self._is_spectral:
             return self._checked(self.weights * self.curvature.spectrum + self.prior.precision).log().sum()
         return 2 * self._factor.diagonal().log().sum()
 
     def logdet_ratio(self) -> Tensor:
-        if self.prior.is_scalar and self.curvature.n_terms == 1:
+        if self._is_spectral:
             ratios = self.weights / self.prior.precision * self.curvature.spectrum
             self._checked((1 + ratios) * self.prior.precision)
             return ratios.log1p().sum()
         return self.logdet() - self.prior.logdet()
+
+    @property
+    def _is_spectral(self) -> bool:
+        """Whether log determinants are from eigenvalues, which serve all scalar priors and cost ten factorisations."""
+        is_factorised = "_factor" in vars(self) and not torch.is_grad_enabled()
+        return self.prior.is_scalar and self.curvature.n_terms == 1 and not is_factorised
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         if exponent == 1:

@@ -36,13 +36,19 @@ class Task:
         load: Gives inputs `[N, D]` and labels `[N]` for a seed, which matters where they are generated.
         n_classes: Of the labels.
         exponents: Powers of ten between which the prior precisions lie.
-        n_data: A random part of the data only; None for all.
+        n_data: At most so many of the data, a random part.
+        seeds: Only seeds below it; None for all.
+        tolerance: Of refinement.
+        with_mode: Whether the refined mode is looked for, beside the refined Gaussian.
     """
 
     load: Callable[[int], Part]
     n_classes: int
     exponents: tuple[float, float] = (-2.0, 2.0)
-    n_data: int | None = None
+    n_data: int = 1000
+    seeds: int | None = None
+    tolerance: float = 1e-2
+    with_mode: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,12 @@ class Settings:
         map_steps: Of full-batch Adam.
         mean_field_steps: Of Adam on batches.
         batch_size: Of these.
-        n_precisions: Prior precisions that are tried.
-        refined: Those that refinement tries, by their places in the grid.
+        n_precisions: Prior precisions that every method tries.
         n_samples: Of the outputs, per predictive.
         n_networks: Of sampled weights.
         n_points: Of the expectations of variational refinement, for softmax.
-        tolerance: Of refinement.
         n_subset: Data of the Gaussian process.
-        n_data: At most so many of every data set.
+        n_data: At most so many of every data set; None for as many as it has.
     """
 
     n_hidden: int = 50
@@ -71,23 +75,21 @@ class Settings:
     mean_field_steps: int = 1000
     batch_size: int = 100
     n_precisions: int = 10
-    refined: tuple[int, ...] = (5, 7)
     n_samples: int = 1000
     n_networks: int = 50
-    n_points: int = 200
-    tolerance: float = 1e-2
+    n_points: int = 64
     n_subset: int = 100
-    n_data: int = 1000
+    n_data: int | None = None
 
 
-SMALL = Settings(2, (2,), 10, 10, 20, 1, (0,), 20, 3, 4, 0.5, 10, 80)
+SMALL = Settings(2, (2,), 10, 10, 20, 1, 20, 3, 24, 10, 80)
 
 
 def make_split(task: Task, settings: Settings, seed: int) -> Split:
     """70, 15 and 15 % of the data, stratified by the labels, in units of the training data's deviations."""
     data = task.load(seed)
     x, y = data.x.numpy(), data.y.numpy()
-    n_data = min(settings.n_data, len(y), task.n_data or len(y))
+    n_data = min(len(y), task.n_data, settings.n_data or len(y))
     chosen = np.random.default_rng(seed).permutation(len(y))[:n_data]
     x, y = x[chosen], y[chosen]
     x, x_rest, y, y_rest = train_test_split(x, y, train_size=0.7, stratify=y, random_state=seed)
@@ -198,20 +200,21 @@ class Posteriors:
 
     def refined(self, la: ParametricLaplace, method: Literal["map", "variational"]) -> Tensor:
         """Probabilities of the linearised network after refinement."""
-        la.refine(self.loader(), method, n_samples=self.settings.n_points, tolerance=self.settings.tolerance)
+        la.refine(self.loader(), method, n_samples=self.settings.n_points, tolerance=self.task.tolerance)
         return self.linearised(la)
 
-    def predictions(self, place: int) -> Iterator[tuple[str, Tensor]]:
-        """Every method and its prediction at this prior precision, the grid's number `place`."""
+    def predictions(self) -> Iterator[tuple[str, Tensor]]:
+        """Every method and its prediction at this prior precision."""
         with torch.no_grad():
             yield "MAP", probabilities(self.model(self.inputs))
         for structure, name in STRUCTURES.items():
             la = self.fitted(structure)
             yield f"BNN{name}", self.sampled(la)
             yield f"GLM{name}", self.linearised(la)
-            if structure != "kron" and place in self.settings.refined:
-                yield f"GLM mode{name}", self.refined(la, "map")
+            if structure != "kron":
                 yield f"GLM refined{name}", self.refined(la, "variational")
+                if self.task.with_mode:
+                    yield f"GLM mode{name}", self.refined(self.fitted(structure), "map")
         yield "GP", self.linearised(self.fitted("gp"))
 
 
@@ -221,9 +224,9 @@ def compared(task: Task, settings: Settings, split: Split, n_layers: int, seed: 
     precisions = torch.logspace(*task.exponents, settings.n_precisions).tolist()
     models = map_networks(sizes, split.train, precisions, Steps(settings.map_steps, 1e-2, (0.7, 0.9)), seed)
     found: dict[str, Candidates] = {"MAP": Candidates(), "MFVI": Candidates()}
-    for place, (model, precision) in enumerate(zip(models, precisions, strict=True)):
+    for model, precision in zip(models, precisions, strict=True):
         posteriors = Posteriors(model, precision, task, split, settings, seed)
-        for name, p in posteriors.predictions(place):
+        for name, p in posteriors.predictions():
             found.setdefault(name, Candidates()).add(p, split, precision)
     how = Steps(settings.mean_field_steps, 1e-2, (0.7, 0.9))
     q = mean_field(sizes, split.train, precisions, how, seed, settings.batch_size)
@@ -240,9 +243,11 @@ def depth(task: str, n_layers: int) -> str:
 
 
 def scores_of(tasks: dict[str, Task], settings: Settings, seed: int) -> Scores:
-    """All methods on all data sets with one split."""
+    """All methods on all data sets that have this split."""
     scores = Scores()
     for name, task in tasks.items():
+        if task.seeds is not None and seed >= task.seeds:
+            continue
         split = make_split(task, settings, seed)
         for n_layers in settings.layers:
             found = compared(task, settings, split, n_layers, seed)

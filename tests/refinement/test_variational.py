@@ -51,6 +51,18 @@ def test_regression_in_closed_form(structure: str) -> None:
         assert_close(found.elbo, la.log_marginal_likelihood(), "backend")
 
 
+def test_bound_takes_the_factor_that_is_there_and_no_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(catalogue.get("mlp_bernoulli_multi"), "full", "all")
+    expected = case.fit(prior_precision=0.7).refine(case.problem.batches(4), method="variational").elbo
+    la = case.fit(prior_precision=0.7)
+
+    def eigenvalues(*_: object, **__: object) -> None:
+        raise AssertionError("eigenvalues cost ten times a Cholesky factorisation")
+
+    monkeypatch.setattr("laplace.structures.linalg.eigvalsh", eigenvalues)
+    assert_close(la.refine(case.problem.batches(4), method="variational").elbo, expected, "backend")
+
+
 def case_of(structure: str, weights: str, name: str = "mlp_bernoulli_multi") -> Case:
     return Case(catalogue.get(name), structure, weights)
 
