@@ -43,14 +43,12 @@ _AT_ONCE = 500
 """Inputs of a tensor that are predicted at once."""
 
 
-def in_parts(x: Any) -> Iterator[Inputs]:
-    """The inputs of a loader, batch by batch, or of a tensor, tuple or mapping, a few hundred at a time."""
-    if is_loader(x):
-        yield from (batches.inputs(batch) for batch in x)
-        return
-    count = batches.size(x, "")
-    for start in range(0, count, _AT_ONCE):
-        yield batches.select(x, slice(start, start + _AT_ONCE), count)
+def in_parts(x: Any, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
+    """The inputs of a loader, or of a tensor, tuple or mapping, a few hundred at a time."""
+    for part in (batches.inputs(batch) for batch in x) if is_loader(x) else (x,):
+        count = batches.size(part, "")
+        for start in range(0, count, at_once):
+            yield part if count <= at_once else batches.select(part, slice(start, start + at_once), count)
 
 
 def predicted_batches(

@@ -55,6 +55,12 @@ DEFAULT: OodMethod = "confidence"
 DEFAULT_OF_NUMBERS: OodMethod = "latent_variance"
 """The score of targets without probabilities."""
 
+_MOST_AT_ONCE = 500
+"""Inputs that are scored at once."""
+
+_ENTRIES = 2**24
+"""Entries of covariances or samples that are held at once."""
+
 
 # Scores of what was seen of some inputs.
 
@@ -170,8 +176,8 @@ def ood_score(
     ranking = Ranking.of(group, names, train_loader, n_samples, generator, progress_bar=progress_bar)
     parts: list[tuple[dict[str, Tensor], tuple[int, ...]]] = []
     bar = DataBar("ood_score", x, shown=progress_bar)
-    for number, some in enumerate(in_parts(x)):
-        with named(f"batch {number}"):
+    for number, some in enumerate(in_parts(x, ranking.at_once)):
+        with named(f"part {number} of x"):
             parts.append(ranking.scores(some))
         bar.add(batches.size(some, ""))
     bar.close()
@@ -217,6 +223,13 @@ class Ranking:
         seed = 0 if generator is None else drawn_seed(generator)
         with torch.no_grad():
             return cls(names, known, wide, wide.weights(), n_samples, seed)
+
+    @property
+    def at_once(self) -> int:
+        """Inputs that are scored at once: few, where covariances or samples of many outputs are held."""
+        width = self.wide.first.map_fit.n_outputs
+        held = width * max(width, self.n_samples) if any(METHODS[name].covariances for name in self.names) else width
+        return max(1, min(_MOST_AT_ONCE, _ENTRIES // max(1, held)))
 
     def scores(self, x: Inputs) -> tuple[dict[str, Tensor], tuple[int, ...]]:
         """Scores of the rows of some inputs, `[R]` by name, and the positions that are rows of an input."""
