@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import laplace
 from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.tuning import ood
 from laplace.tuning.ood import METHODS
 from tests import grid
 from tests.reference import ood as reference
@@ -309,6 +310,19 @@ def test_scores_do_not_depend_on_batches(weights: str) -> None:
     assert torch.equal(la.ood_score(x), whole["confidence"])
     other = la.ood_score(x, "mutual_information", generator=torch.Generator().manual_seed(5))
     assert not torch.equal(other, whole["mutual_information"])
+
+
+def test_few_inputs_at_once_where_covariances_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted("all", "full"), others(9)
+    whole = la.ood_score(x, ["mutual_information", "latent_variance"], n_samples=7)
+    monkeypatch.setattr(ood, "_ENTRIES", 2 * 3 * 7)
+    sizes: list[int] = []
+    handle = la.model.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    parts = la.ood_score([x[:5], x[5:]], ["mutual_information", "latent_variance"], n_samples=7)
+    handle.remove()
+    assert max(sizes) == 2
+    for name, values in whole.items():
+        assert_close(parts[name], values, "backend", label=name)
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
