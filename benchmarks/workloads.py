@@ -29,6 +29,7 @@ from benchmarks import models, several_processes, work
 from benchmarks.models import Batches
 from benchmarks.timing import Case, Job
 from laplace import Laplace, ParametricLaplace, curvature
+from laplace.deployment.drawn import DrawnFunction
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import TuningWarning
 from laplace.grid import from_names
@@ -193,12 +194,12 @@ def passes(setting: Setting, n_data: int, n_samples: int, device: torch.device) 
     return Job(run, plain)
 
 
-def drawn_function(setting: Setting, weights: str, device: torch.device) -> Job:
-    """A function drawn from the posterior, against a pass of the network."""
+def drawn_functions(setting: Setting, n: int, weights: str, device: torch.device) -> Job:
+    """Functions drawn from the posterior, evaluated together, against as many passes of the network."""
     model, batches = setting(device)
     la, x = work.fitted(model, batches, weights, "diag"), batches[0][0]
-    (function,) = la.draw(1)
-    return Job(lambda _: function(x), torch.no_grad()(partial(model, x)))
+    functions = la.draw(n)
+    return Job(lambda _: DrawnFunction.stacked(functions, x), torch.no_grad()(lambda: [model(x) for _ in range(n)]))
 
 
 def influences(setting: Setting, n_queries: int, device: torch.device) -> Job:
@@ -701,9 +702,10 @@ def _all_layers() -> list[Case]:
     ):
         job = partial(sampled, setting, n_data, structure, n_samples)
         lines.append(Case(f"nn, {n_samples} samples, {name}, {structure}", target, "× loop", job))
-    for weights, target in (("all", 3.2), ("last_layer", 1.2)):
-        job = partial(drawn_function, mlp(784, 256, 128, 64, 10, n_data=4096, batch=4096), weights)
-        lines.append(Case(f"drawn function, MLP 784-…, {weights}", target, "× pass", job))
+    for n, batch, weights, target in ((1, 4096, "all", 3.2), (1, 4096, "last_layer", 1.2), (16, 32, "all", 3.0)):
+        job = partial(drawn_functions, mlp(784, 256, 128, 64, 10, n_data=batch, batch=batch), n, weights)
+        name = "drawn function" if n == 1 else f"{n} drawn functions, {batch} data"
+        lines.append(Case(f"{name}, MLP 784-…, {weights}", target, "× pass", job))
     pairs = partial(influences, mlp(784, 256, 10, n_data=5000, batch=250), 500)
     lines.append(Case("influence of 5,000 data on 500 queries, MLP 784-256-10, ekfac", 60.0, "s", pairs))
     return lines

@@ -122,7 +122,7 @@ class DrawnFunction(nn.Module):
         if not isinstance(functions, Sequence) or not functions:
             raise InvalidArgument(f"functions={functions!r}; give those of la.draw(n), one at least.")
         first = functions[0]
-        if all(function.network is first.network for function in functions):
+        if len(functions) > 1 and all(function.network is first.network for function in functions):
             steps = {
                 name: torch.stack([getattr(function, f"step_{i}") for function in functions])
                 for i, name in enumerate(first._names)
