@@ -16,7 +16,7 @@ from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
 
-def kept(path: Any) -> dict[str, Any]:
+def kept(path: Any) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
