@@ -36,8 +36,8 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
 from laplace.structures.base import Precision
+from laplace.structures.dual import JointPrecision
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
-from laplace.structures.gp.subset import SubsetPrecision
 from laplace.tuning.candidates import Losses
 from laplace.tuning.losses import Validation, find_score
 from laplace.tuning.objectives import Loss, make_loss
@@ -400,7 +400,7 @@ class VariationalPosterior(BaseFunctionalLaplace):
         def watch(engine: CurvatureEngine, inducing: Inducing, delta: Tensor, sigma: Tensor, step: int) -> None:
             like = self.prior_precision.detach()
             prior = GaussianPrior(delta.to(like).reshape(1), self.prior_mean.detach(), engine.problem.layout)
-            precision = SubsetPrecision((inducing,), like.new_ones(1), prior, like.dtype)
+            precision = JointPrecision((inducing,), like.new_ones(1), prior, like.dtype)
             history["val_step"].append(step)
             history["val_nll"].append(_held_out_nll(self.snapshot(), engine, precision, sigma, val_loader))
 

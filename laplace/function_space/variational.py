@@ -40,8 +40,8 @@ from laplace.function_space.variational_training import (
 )
 from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.gp.dual import HOLDS_INPUTS, ObservingPass, ProjectedScan, uncounted
-from laplace.structures.gp.subset import SubsetPrecision
+from laplace.structures.dual import JointPrecision, ProjectedScan
+from laplace.structures.gp.reading import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.precision import Precision
 
 
@@ -172,7 +172,7 @@ class VariationalCurvature(Curvature):
 
 
 @dataclass(frozen=True, eq=False)
-class VariationalPrecision(SubsetPrecision):
+class VariationalPrecision(JointPrecision):
     """P = J_Zᵀ L Lᵀ J_Z + δ."""
 
     curvature: VariationalCurvature  # What the data say

@@ -23,7 +23,8 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.categorical import classes_of
 from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.structures.base import DataPass, require_finite
-from laplace.structures.gp.dual import Span, jacobians, observed, uncounted
+from laplace.structures.dual import Span
+from laplace.structures.gp.reading import jacobians, observed, uncounted
 from laplace.structures.gp.subset import Pool, joined
 from laplace.tuning.losses import find_score
 from laplace.weights.problem import Problem
@@ -147,7 +148,7 @@ class Inducing(Span):
         return self.root.to(rows) @ rows
 
     def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
-        return outputs.flatten(1) @ self.root.to(outputs)
+        return outputs @ self.root.to(outputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.core.positions import OutputChoice
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument
-from laplace.jacobian.blocks import Block, DenseBlock, ProductBasis, RankOne, chunks, from_state, total
+from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, ProductBasis, RankOne, chunks, from_state, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import flat_product
 
@@ -181,6 +181,10 @@ class Jacobian:
         parts = vectors.split([block.size for block in self.blocks], 1)
         return self.sum_over_blocks(lambda i, block: block.apply(parts[i]))
 
+    def combined(self, weights: Tensor) -> Tensor:
+        """Σ_kb w_sbk J_kb of weights `[S, B, K]`, `[S, P]`: the transpose of `apply`."""
+        return torch.cat([block.combined(weights) for block in self.blocks], 1)
+
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which covariances are summed: this one, or float64 if they are `wide`."""
         return wide_dtype(self.blocks[0].bound().device) if self.wide else dtype
@@ -269,23 +273,23 @@ def group_left_over(size: int | None, rows: int) -> InvalidArgument:
 
 
 Scales = Sequence[Tensor] | None
-"""Prior variance of every random parameter, 0-dim or `[1]` each; None for ones."""
+"""Prior variances of every random parameter, 0-dim or `[1]`, or `[p]` of its entries; None for ones."""
 
 
 def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
     """The kernel between the samples of two Jacobians, `[B, C, M, C]`, float64."""
     pairs = zip(first.blocks, second.blocks, strict=True)
-    return total(_scaled(block_kernel(x, y), scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
+    return total(_scaled_kernel(x, y, scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
 
 
 def kernel_at(jacobian: Jacobian, scales: Scales = None) -> Tensor:
     """k(x_b, x_b) of every sample, `[B, C, C]`, float64."""
-    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_gram(_ones(block)), scales, i))
+    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_gram, block, scales, i))
 
 
 def kernel_diagonal(jacobian: Jacobian, scales: Scales = None) -> Tensor:
     """Diagonals of `kernel_at`, `[B, C]`, float64."""
-    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_norms(_ones(block)), scales, i))
+    return jacobian.sum_over_blocks(lambda i, block: _scaled(_double(block).weighted_norms, block, scales, i))
 
 
 def block_kernel(x: Block, y: Block) -> Tensor:
@@ -313,13 +317,24 @@ def _multiplied_out(x: Block, y: Block) -> Tensor:
     return torch.cat(rows, 1)
 
 
-def _scaled(values: Tensor, scales: Scales, i: int) -> Tensor:
-    return values if scales is None else widened(scales[i]).reshape(()) * values
+def _scaled_kernel(x: Block, y: Block, scales: Scales, i: int) -> Tensor:
+    """The kernel of one tensor, of which each entry may have a variance of its own: then there are no factors."""
+    if scales is None:
+        return block_kernel(x, y)
+    scale = widened(scales[i])
+    if scale.numel() == 1:
+        return scale.reshape(()) * block_kernel(x, y)
+    return block_kernel(MappedBlock(x, lambda piece: widened(piece) * scale), y)
+
+
+def _scaled(contract: Callable[[Tensor], Tensor], block: Block, scales: Scales, i: int) -> Tensor:
+    """A contraction with the variances of a tensor's entries."""
+    ones = torch.ones(block.size, dtype=wide_dtype(block.bound().device), device=block.bound().device)
+    if scales is None:
+        return contract(ones)
+    scale = widened(scales[i])
+    return scale.reshape(()) * contract(ones) if scale.numel() == 1 else contract(scale)
 
 
 def _double(block: Block) -> Block:
     return block.cast(wide_dtype(block.bound().device))
-
-
-def _ones(block: Block) -> Tensor:
-    return torch.ones(block.size, dtype=wide_dtype(block.bound().device), device=block.bound().device)

@@ -234,7 +234,7 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
         for jacobian, f in pieces:
             mean = f.to(widest(f))
             if step is not None:
-                from laplace.structures.gp.dual import moved_by  # after a refinement alone
+                from laplace.structures.dual import moved_by  # after a refinement alone
 
                 mean = mean + moved_by(jacobian, step)
             yield jacobian, mean

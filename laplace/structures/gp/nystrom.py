@@ -26,7 +26,8 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.structures import linalg, subspace
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.gp.dual import ObservingPass, Projected, ProjectedScan, jacobians, pulled, uncounted
+from laplace.structures.dual import Projected, ProjectedScan, pulled
+from laplace.structures.gp.reading import ObservingPass, jacobians, uncounted
 from laplace.structures.gp.subset import Pool, make_score
 from laplace.structures.linalg import bilinear, power
 from laplace.structures.precision import Form, Precision

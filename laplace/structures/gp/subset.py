@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,25 +23,17 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian, kernel, kernel_at
-from laplace.structures import linalg
+from laplace.jacobian.jacobian import Jacobian, kernel_at
 from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.gp.dual import (
-    HOLDS_INPUTS,
-    POSITIONS,
-    Basis,
+from laplace.structures.dual import (
     Dual,
-    ObservingPass,
+    DualPrecision,
+    JointPrecision,
     Projected,
     ProjectedScan,
-    Span,
     each_output,
-    observed,
-    prior_covariance,
-    pulled,
-    uncounted,
 )
-from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
+from laplace.structures.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
 from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")
@@ -187,161 +178,7 @@ def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     return torch.cat(scores)
 
 
-# Posterior precisions of M data, by kernels between them.
-
-
-@dataclass(frozen=True, eq=False)
-class DualPrecision(Precision):
-    """P = w Σ_m J_mᵀ Λ_m J_m + D, where D is one precision, or one per tensor."""
-
-    duals: tuple[Span, ...]  # The data: of all outputs together, or of every output by itself
-    weights: Tensor  # w, `[1]`, or `[C]` of every output
-    prior: GaussianPrior  # D
-    dtype: torch.dtype  # Of what is returned
-
-    @property
-    def is_scalar(self) -> bool:
-        """True if P is a rescaling of what one eigendecomposition per fit knows."""
-        return self.prior.is_scalar and self.weights.numel() == 1
-
-    @abstractmethod
-    def weights_of(self, i: int) -> Tensor:
-        """W of the outputs of a dual."""
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """Prior variance of every tensor."""
-        return tuple(1 / delta for delta in self.prior.per_block())
-
-    def logdet_ratio(self) -> Tensor:
-        """Log det(I + G), differentiable."""
-        total = torch.zeros((), dtype=wide_dtype(self.weights.device), device=self.weights.device)
-        for i, dual in enumerate(self.duals):
-            if self.is_scalar:
-                total = total + (self.weights / self.prior.precision * dual.unit.values).log1p().sum()
-            else:
-                values = torch.linalg.eigvalsh(dual.gram(self.weights_of(i), self.scales))
-                total = total + values.clamp(min=0).log1p().sum()
-        return total
-
-    @property
-    def moves(self) -> bool:
-        """True if the span of the data, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
-        follows = self.weights.requires_grad or self.prior.precision.requires_grad
-        return not self.is_scalar and torch.is_grad_enabled() and follows
-
-    def root(self, i: int) -> Tensor:
-        """Cholesky factor of I + G, `[R, R]`, float64, differentiable."""
-        gram = self.duals[i].gram(self.weights_of(i), self.scales)
-        return torch.linalg.cholesky(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-
-    def covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
-        """J P⁻¹ Jᵀ of a dual in one of the forms, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
-        constant = self.bases[i].split(jacobian, form).at(*self.setting)
-        if not self.moves:
-            return constant
-        outside = prior_covariance(jacobian, self.scales, form)
-        cross = torch.cat([kernel(jacobian, part, self.scales) for part in self.duals[i].parts], 2)
-        rows = self.duals[i].lower(cross.flatten(0, 1), self.weights_of(i))
-        inside = torch.linalg.solve_triangular(self.root(i), rows.T, upper=False).T
-        if form == "joint":
-            value = outside - inside @ inside.T
-        else:
-            each = inside.unflatten(0, cross.shape[:2])
-            value = outside - (each @ each.mT if form == "full" else each.square().sum(2))
-        return constant + (value - value.detach())
-
-    @cached_property
-    def bases(self) -> tuple[Basis, ...]:
-        """Bases of the span of the data, in units in which `setting` are scalars."""
-        if self.is_scalar:
-            return tuple(dual.unit for dual in self.duals)
-        scales = tuple(scale.detach() for scale in self.scales)
-        return tuple(dual.basis(self.weights_of(i).detach(), scales) for i, dual in enumerate(self.duals))
-
-    @property
-    def setting(self) -> tuple[Tensor, Tensor]:
-        """W and δ, 0-dim, in the units of `bases`."""
-        if self.is_scalar:
-            return self.weights[0], self.prior.precision[0]
-        one = torch.ones((), dtype=wide_dtype(self.weights.device), device=self.weights.device)
-        return one, one
-
-
-@dataclass(frozen=True)
-class SubsetPrecision(DualPrecision):
-    """All outputs together: the posterior is one over weights, and everything of it can be asked for."""
-
-    def weights_of(self, i: int) -> Tensor:
-        return self.weights
-
-    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        dtype = self.dtype if form == "diagonal" else jacobian.summed_in(self.dtype)
-        return self.covariance_of(0, jacobian, form).to(dtype)
-
-    # Weights: products with A = √w Sᵀ J and its transpose, block by block.
-
-    def _push(self, vectors: Tensor) -> Tensor:
-        """A v of `[S, P]`, `[S, R]`."""
-        dual = self.duals[0]
-        return dual.lower(torch.cat([part.apply(vectors) for part in dual.parts], 1), self.weights)
-
-    def _pull(self, rows: Tensor) -> Tensor:
-        """Aᵀ u of `[S, R]`, `[S, P]`."""
-        dual = self.duals[0]
-        n_data = sum(part.n_data for part in dual.parts)
-        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (n_data, -1))
-        return torch.stack([pulled(dual.parts, row) for row in outputs])
-
-    def quad(self, vectors: Tensor) -> Tensor:
-        rows = vectors.reshape(-1, vectors.shape[-1])
-        values = self._push(rows).square().sum(1) + (rows.square() * self.prior.diagonal()).sum(1)
-        return values.view(vectors.shape[:-1])
-
-    def power(self, vectors: Tensor, exponent: float) -> Tensor:
-        """P⁻¹ and its root by (I + Bᵀ B)^exponent = I − Bᵀ g(I + G) B with B = A D^(−½)."""
-        flat = vectors.reshape(-1, vectors.shape[-1])
-        if exponent == 1:
-            return (self._pull(self._push(flat)) + flat * self.prior.diagonal()).view(vectors.shape)
-        deviations = self.prior.diagonal().rsqrt().to(vectors)
-
-        def removed(white: Tensor) -> Tensor:
-            return deviations * self._pull(self._shrunk(self._push(deviations * white), exponent).to(white))
-
-        return whitened_power(flat, exponent, deviations, removed).view(vectors.shape)
-
-    def _shrunk(self, rows: Tensor, exponent: float) -> Tensor:
-        """Rows `[S, R]` times g(I + G) within the span of the data, float64; null directions have a gradient."""
-        rows = widened(rows)
-        values, vectors = self._spectrum
-        shrunk = (rows @ vectors * shrinkage(1 + values, exponent)) @ vectors.T
-        if not self.moves:
-            return shrunk
-        gram = self.duals[0].gram(self.weights, self.scales)
-        with torch.no_grad():
-            values, vectors = linalg.eigh(0.5 * (gram + gram.T))
-        return shrunk + rows @ shrinkage_slope(gram, (1 + values, vectors), exponent)
-
-    @property
-    def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of G, and its eigenvectors."""
-        weight, prior = (widened(value) for value in self.setting)
-        return weight / prior * self.bases[0].values, self.bases[0].vectors
-
-    def diagonal_of_inverse(self) -> Tensor:
-        variance = 1 / self.prior.diagonal()
-        removed = torch.zeros_like(variance)
-        if self.moves:  # Aᵀ (I + G)⁻¹ A without eigenvectors, which move
-            root = self.root(0)
-            eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
-            for row in torch.linalg.solve_triangular(root, eye, upper=False):
-                removed = removed + self._pull(row.unsqueeze(0).to(self.dtype))[0].square()
-            return variance - variance.square() * removed
-        values, vectors = self._spectrum
-        for value, vector in zip(values, vectors.T, strict=True):  # one pull each: no [R, P]
-            row = self._pull(vector.unsqueeze(0).to(self.dtype))[0]
-            removed = removed + row.square() / (1 + value).to(row)
-        return variance - variance.square() * removed
+# Posterior precisions of M data whose outputs have weights of their own.
 
 
 def _side_by_side(blocks: list[Tensor]) -> Tensor:
@@ -500,7 +337,7 @@ class SubsetCurvature(Curvature):
                 "knows no single weights. Use hessian_structure='full', 'diag' or 'block' for one per parameter."
             )
         scaled = GaussianPrior(self.prior_factor * prior.precision, prior.mean, prior.layout)
-        kind = IndependentPrecision if self.independent else SubsetPrecision
+        kind = IndependentPrecision if self.independent else JointPrecision
         return kind(self.duals, weights, scaled, self.dual.roots.dtype)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:

@@ -1,0 +1,439 @@
+"""The posterior of a linearised network seen from its data: kernels between their rows instead of a P × P matrix.
+
+With R rows A = Sᵀ J, where S Sᵀ = Λ, the precision P = w Aᵀ A + D has the dual Gram matrix G = w A D⁻¹ Aᵀ, and
+
+    log det P − log det D = log det(I + G),    J* P⁻¹ J*ᵀ = K** − w J* D⁻¹ Aᵀ (I + G)⁻¹ A D⁻¹ J*ᵀ
+
+which is equation A.6 of Immer et al. (2021), K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, in a form that needs no inverse of a
+singular Λ or kernel. Of many scalar priors at once one eigendecomposition A Aᵀ = U λ Uᵀ serves all:
+
+    J* P⁻¹ J*ᵀ = (K** − V Vᵀ)/δ + V (δ + w λ)⁻¹ Vᵀ,    V = J* Aᵀ U λ^(−½)
+
+V holds the coordinates of J* in the space that the data span; outside of it the prior stays. Data without curvature,
+duplicates and dependent outputs drop out as zero eigenvalues.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.errors import CurvatureError, UnsupportedError
+from laplace.jacobian.blocks import CHUNK_BYTES, total
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
+from laplace.structures import linalg
+from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
+from laplace.structures.precision import Form, Precision, VariancesOverPriors
+
+# Rows of data, and what their kernels say.
+
+
+_DOUBLE = 8
+
+
+class Span(ABC):
+    """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior."""
+
+    parts: tuple[Jacobian, ...]  # Jacobians of consecutive data
+
+    @property
+    def n_rows(self) -> int:
+        """R."""
+        return len(self.unit_gram)
+
+    @abstractmethod
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in w (`[C]`, or `[1]` for all outputs) and D⁻¹ per tensor."""
+
+    @abstractmethod
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """S u of columns `[R, n]`, `[M·C, n]`, in their dtype."""
+
+    @abstractmethod
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        """Sᵀ f of outputs `[n, M·C]`, `[n, R]`, in their dtype."""
+
+    def against(self, jacobian: Jacobian, weights: Tensor | None, scales: Scales) -> Tensor:
+        """J D⁻¹ Aᵀ, `[B, C, R]`, float64, differentiable in w and D⁻¹."""
+        kernels = torch.cat([kernel(jacobian, part, scales).flatten(2) for part in self.parts], 2)
+        return self.lower(kernels.flatten(0, 1), weights).unflatten(0, kernels.shape[:2])
+
+    def push(self, vectors: Tensor, weights: Tensor | None) -> Tensor:
+        """A v of `[S, P]`, `[S, R]`, in their dtype."""
+        outputs = [part.cast(vectors.dtype).apply(vectors).flatten(1) for part in self.parts]
+        return self.lower(torch.cat(outputs, 1), weights)
+
+    def pull(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Aᵀ u of `[S, R]`, `[S, P]`, in their dtype."""
+        outputs = self.lift(rows.T, weights).T.split([part.n_data * part.n_cotangents for part in self.parts], 1)
+        return total(
+            part.cast(rows.dtype).combined(some.unflatten(1, (part.n_data, -1)))
+            for part, some in zip(self.parts, outputs, strict=True)
+        )
+
+    @cached_property
+    def unit_gram(self) -> Tensor:
+        """G at w = 1 and D = 1."""
+        with torch.no_grad(), kept_for_later():
+            gram = self.gram(None, None)
+            return 0.5 * (gram + gram.T)
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Its eigenvalues: all that the evidence of a scalar prior needs."""
+        return linalg.eigvalsh(self.unit_gram)
+
+    @cached_property
+    def unit(self) -> Basis:
+        """The basis at w = 1 and D = 1, of which every other scalar w and D is a rescaling."""
+        return self.basis(None, None)
+
+    def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
+        """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
+        with torch.no_grad(), kept_for_later():
+            is_unit = weights is None and scales is None
+            gram = self.unit_gram if is_unit else self.gram(weights, scales)
+            values, vectors = linalg.eigh(0.5 * (gram + gram.T))
+            floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
+            significant = values > floor
+            values, vectors = values[significant], vectors[:, significant]
+            return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Dual(Span):
+    """Kept Jacobians and roots of the output Hessians of M data."""
+
+    parts: tuple[Jacobian, ...]  # Jacobians of consecutive data, with C cotangents
+    roots: Tensor  # S of every datum, Λ = S Sᵀ, `[M, C, K]`
+
+    def output(self, c: int) -> Dual:
+        """One output by itself: its Jacobian, and the diagonal entry of Λ."""
+        picks = tuple(part.select_outputs(one_output(part, c)) for part in self.parts)
+        diagonal = self.roots[:, c].square().sum(1).sqrt()
+        return Dual(picks, diagonal.view(-1, 1, 1))
+
+    @cached_property
+    def kernel(self) -> Tensor:
+        """K_MM = J Jᵀ, `[M, C, M, C]`, float64."""
+        return self._by_output(between(self.parts))
+
+    @cached_property
+    def kernels(self) -> tuple[Tensor, ...]:
+        """The share of every tensor in it: what a prior per tensor weighs anew."""
+        count = len(self.parts[0].blocks)
+        alone = ([Jacobian((part.blocks[i],)) for part in self.parts] for i in range(count))
+        return tuple(self._by_output(between(parts)) for parts in alone)
+
+    def _by_output(self, values: Tensor) -> Tensor:
+        return values.unflatten(1, self.roots.shape[:2]).unflatten(0, self.roots.shape[:2])
+
+    def kernel_under(self, scales: Scales) -> Tensor:
+        """K_MM under a prior variance per tensor, `[M, C, M, C]`, float64, differentiable in it."""
+        if scales is None:
+            return self.kernel
+        zero = torch.zeros((), dtype=wide_dtype(self.roots.device), device=self.roots.device)
+        return sum((widened(s).reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)), zero)
+
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        with kept_for_later():
+            roots = self._weighted(weights)
+            half = torch.einsum("mcnd,ndl->mcnl", self.kernel_under(scales), roots)
+            return torch.einsum("mck,mcnl->mknl", roots, half).reshape(roots.shape[0] * roots.shape[2], -1)
+
+    def _weighted(self, weights: Tensor | None) -> Tensor:
+        roots = widened(self.roots)
+        return roots if weights is None else widened(weights).sqrt().view(1, -1, 1) * roots
+
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._weighted(weights).to(rows)
+        inner = rows.view(roots.shape[0], roots.shape[2], -1)
+        return torch.einsum("mck,mkr->mcr", roots, inner).flatten(0, 1)
+
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._weighted(weights).to(outputs)
+        return torch.einsum("smc,mck->smk", outputs.unflatten(1, roots.shape[:2]), roots).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """An orthonormal basis of what the data span."""
+
+    parts: tuple[Jacobian, ...]  # The Jacobians of the data
+    values: Tensor  # λ, `[r]`, float64
+    vectors: Tensor  # U, `[R, r]`
+    dual: Tensor  # S U λ^(−½), `[M·C, r]`: V = K*M `dual`
+    scales: Scales  # Prior variance of every tensor in the kernel, or None for ones
+
+    def coordinates(self, jacobian: Jacobian) -> Tensor:
+        """V, `[B, C, r]`, by rows of K*M that fit a chunk."""
+        per_datum = _DOUBLE * jacobian.n_cotangents * len(self.dual)
+        step = max(1, CHUNK_BYTES // per_datum)
+        rows = [self._rows(jacobian.at(slice(i, i + step))) for i in range(0, jacobian.n_data, step)]
+        return torch.cat(rows)
+
+    def _rows(self, jacobian: Jacobian) -> Tensor:
+        product, start = 0.0, 0
+        for part in self.parts:
+            stop = start + part.n_data * part.n_cotangents
+            cross = kernel(jacobian, part, self.scales)
+            product = product + cross.flatten(2) @ self.dual[start:stop]
+            start = stop
+        return torch.as_tensor(product)
+
+    def split(self, jacobian: Jacobian, form: Form) -> Projected:
+        """The prior covariance in one of the forms, split into what the data span and the rest."""
+        inside, whole = self.coordinates(jacobian), prior_covariance(jacobian, self.scales, form)
+        if form == "diagonal":
+            return Projected(inside, (whole - inside.square().sum(2)).clamp(min=0), self.values)
+        inside = inside.flatten(0, 1) if form == "joint" else inside
+        outside = whole - inside @ inside.mT
+        return Projected(inside, 0.5 * (outside + outside.mT), self.values)
+
+
+def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
+    """J D⁻¹ Jᵀ in one of the forms, float64."""
+    if form == "joint":
+        n = jacobian.n_data * jacobian.n_cotangents
+        return kernel(jacobian, jacobian, scales).reshape(n, n)
+    return kernel_diagonal(jacobian, scales) if form == "diagonal" else kernel_at(jacobian, scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """A prior covariance, split into what the data span and the rest."""
+
+    inside: Tensor  # V, `[..., n, r]`
+    outside: Tensor  # K** − V Vᵀ, `[..., n, n]`, or its diagonals `[..., n]`
+    values: Tensor  # λ, `[r]`
+
+    def at(self, weight: Tensor, prior: Tensor) -> Tensor:
+        """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
+        weight, prior = widened(weight), widened(prior)
+        gain = 1 / (prior + weight * self.values)
+        if self.outside.ndim < self.inside.ndim:
+            return self.outside / prior + self.inside.square() @ gain
+        return self.outside / prior + (self.inside * gain) @ self.inside.mT
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedScan(VariancesOverPriors):
+    """Functional variances at many scalar priors: kernels and coordinates once."""
+
+    split: Callable[[Jacobian, Form], tuple[Projected, ...]]  # Of all outputs together, or of every output by itself
+    weight: Tensor  # W, 0-dim, in the units of what is split
+    factor: float  # What the prior precision is multiplied with
+    dtype: torch.dtype  # Of what is returned
+    together: bool = True  # Whether all outputs are one Gaussian process
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        parts = self.split(jacobian, "diagonal" if diagonal or not self.together else "full")
+        dtype = self.dtype if diagonal or not self.together else jacobian.summed_in(self.dtype)
+
+        def at(deltas: Tensor) -> Tensor:
+            each = [[part.at(self.weight, self.factor * delta) for part in parts] for delta in deltas]
+            variances = torch.stack([some[0] if self.together else torch.cat(some, 1) for some in each]).to(dtype)
+            return variances if diagonal or self.together else torch.diag_embed(variances)
+
+        return at
+
+
+def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:
+    """The Jacobian of every output by itself, of Gaussian processes of their own."""
+    if jacobian.outputs is not None:
+        raise UnsupportedError(
+            "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for all "
+            "outputs, or use independent_outputs=False."
+        )
+    for c in range(jacobian.n_cotangents // jacobian.group_size):
+        yield jacobian.select_outputs(one_output(jacobian, c))
+
+
+def moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
+    """J v of a step v `[P]`, or of one per output, `[C, P]`, where every output has weights of its own: `[B, C]`."""
+    if step.ndim == 1:
+        return jacobian.apply(step.unsqueeze(0))[0]
+    pairs = zip(each_output(jacobian), step, strict=True)
+    return torch.cat([one.apply(own.unsqueeze(0))[0] for one, own in pairs], 1)
+
+
+def one_output(jacobian: Jacobian, c: int) -> Tensor:
+    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`; of groups that of all of their rows."""
+    device = jacobian.blocks[0].bound().device
+    step = jacobian.n_cotangents // jacobian.group_size
+    return torch.arange(c, jacobian.n_cotangents, step, device=device).expand(jacobian.n_data, -1)
+
+
+def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:
+    """Jᵀ u, `[P]`, of u `[M, C]` for the M data of all parts, in their dtype."""
+    pairs = zip(parts, outputs.split([part.n_data for part in parts]), strict=True)
+    rows = [torch.cat([block.pull(row.T.to(block.bound())) for block in part.blocks]) for part, row in pairs]
+    return torch.stack(rows).sum(0)
+
+
+def between(parts: Sequence[Jacobian]) -> Tensor:
+    """The kernel between all rows of all parts, `[R, R]`, float64; each pair of parts once."""
+    with torch.no_grad(), kept_for_later():
+        rows = [[kernel(one, other).flatten(2).flatten(0, 1) for other in parts[i:]] for i, one in enumerate(parts)]
+        whole = [[rows[i][j - i] if j >= i else rows[j][i - j].T for j in range(len(parts))] for i in range(len(parts))]
+        return torch.cat([torch.cat(row, 1) for row in whole])
+
+
+# Posterior precisions of these data.
+
+
+@dataclass(frozen=True, eq=False)
+class DualPrecision(Precision):
+    """P = w Aᵀ A + D."""
+
+    duals: tuple[Span, ...]  # The data: of all outputs together, or of every output by itself
+    weights: Tensor  # w, `[1]`, or `[C]` of every output
+    prior: GaussianPrior  # D
+    dtype: torch.dtype  # Of what is returned
+
+    @property
+    def is_scalar(self) -> bool:
+        """True if P is a rescaling of what is known once per fit."""
+        return self.prior.is_scalar and self.weights.numel() == 1
+
+    @abstractmethod
+    def weights_of(self, i: int) -> Tensor:
+        """W of the outputs of a dual."""
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Prior variances of every tensor."""
+        return tuple(1 / widened(delta) for delta in self.prior.per_block())
+
+    def gram(self, i: int) -> Tensor:
+        """G of a dual, `[R, R]`, float64, differentiable."""
+        if self.is_scalar:
+            return widened(self.weights) / widened(self.prior.precision) * self.duals[i].unit_gram
+        return self.duals[i].gram(self.weights_of(i), self.scales)
+
+    @cached_property
+    def roots(self) -> tuple[Tensor, ...]:
+        """Cholesky factors of I + G of every dual, `[R, R]`, float64, differentiable."""
+        return tuple(self._root(self.gram(i)) for i in range(len(self.duals)))
+
+    def _root(self, gram: Tensor) -> Tensor:
+        eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        factor = linalg.cholesky(gram + eye)
+        if factor is None:  # the prior is so weak that the rounding of G exceeds I
+            rounding = len(gram) * torch.finfo(gram.dtype).eps * gram.detach().diagonal().amax()
+            factor = linalg.cholesky(gram + (1 + rounding) * eye)
+        if factor is None:
+            raise CurvatureError(
+                "the kernel between the data is not finite, or the prior precision is zero to rounding; give a larger "
+                "prior precision, or look at the network's outputs."
+            )
+        return factor
+
+    def logdet_ratio(self) -> Tensor:
+        """Log det(I + G), differentiable: with a scalar prior O(R) after one eigendecomposition per fit."""
+        if self.is_scalar:
+            ratio = self.weights / self.prior.precision
+            return total((ratio * dual.spectrum).log1p().sum() for dual in self.duals)
+        return 2 * total(root.diagonal().log().sum() for root in self.roots)
+
+    def covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
+        """J P⁻¹ Jᵀ of a dual in one of the forms, float64, differentiable."""
+        if form == "joint":
+            return self._covariance_of(i, jacobian, form)
+        step = max(1, CHUNK_BYTES // (_DOUBLE * jacobian.n_cotangents * max(1, self.duals[i].n_rows)))
+        pieces = [jacobian.at(slice(start, start + step)) for start in range(0, jacobian.n_data, step)]
+        return torch.cat([self._covariance_of(i, piece, form) for piece in pieces])
+
+    def _covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
+        """K** − W Wᵀ with W = J D⁻¹ Aᵀ (I + G)^(−½)."""
+        whole, root = prior_covariance(jacobian, self.scales, form), self.roots[i]
+        rows = self.duals[i].against(jacobian, self.weights_of(i), self.scales)
+        known = torch.linalg.solve_triangular(root.mT, rows.flatten(0, 1), upper=True, left=False)
+        if form == "diagonal":
+            return (whole - known.square().sum(1).view_as(whole)).clamp(min=0)
+        known = known if form == "joint" else known.view_as(rows)
+        rest = whole - known @ known.mT
+        return 0.5 * (rest + rest.mT)
+
+    @cached_property
+    def bases(self) -> tuple[Basis, ...]:
+        """Bases of the span of the data, in units in which `setting` are scalars."""
+        if self.is_scalar:
+            return tuple(dual.unit for dual in self.duals)
+        scales = tuple(scale.detach() for scale in self.scales)
+        return tuple(dual.basis(self.weights_of(i).detach(), scales) for i, dual in enumerate(self.duals))
+
+    @property
+    def setting(self) -> tuple[Tensor, Tensor]:
+        """W and δ, 0-dim, in the units of `bases`."""
+        if self.is_scalar:
+            return self.weights[0], self.prior.precision[0]
+        one = torch.ones((), dtype=wide_dtype(self.weights.device), device=self.weights.device)
+        return one, one
+
+
+_AT_ONCE = 64
+"""Rows of A that are multiplied out at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class JointPrecision(DualPrecision):
+    """All outputs together: the posterior is one over weights, and everything of it can be asked for."""
+
+    def weights_of(self, i: int) -> Tensor:
+        return self.weights
+
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        return self.covariance_of(0, jacobian, form).to(jacobian.summed_in(self.dtype))
+
+    # Weights: products with √w A and its transpose, block by block, in float64: what is left of the prior cancels.
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        rows = widened(vectors.reshape(-1, vectors.shape[-1]))
+        values = self.duals[0].push(rows, self.weights).square().sum(1) + rows.square() @ widened(self.prior.diagonal())
+        return values.view(vectors.shape[:-1]).to(vectors.dtype)
+
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """P⁻¹ and its root by (I + Bᵀ B)^exponent = I − Bᵀ g(I + G) B with B = √w A D^(−½)."""
+        flat, dual = widened(vectors.reshape(-1, vectors.shape[-1])), self.duals[0]
+        if exponent == 1:
+            product = dual.pull(dual.push(flat, self.weights), self.weights) + flat * self.prior.diagonal()
+            return product.to(vectors.dtype).view(vectors.shape)
+        deviations = widened(self.prior.diagonal()).rsqrt()
+
+        def removed(white: Tensor) -> Tensor:
+            rows = dual.push(deviations * white, self.weights)
+            return deviations * dual.pull(self._shrunk(rows, exponent), self.weights)
+
+        return whitened_power(flat, exponent, deviations, removed).to(vectors.dtype).view(vectors.shape)
+
+    def _shrunk(self, rows: Tensor, exponent: float) -> Tensor:
+        """Rows `[S, R]` times g(I + G), float64: that of the root is symmetric, whichever order the data have."""
+        if exponent == -1:
+            return torch.cholesky_solve(rows.T, self.roots[0]).T
+        weight, prior = (widened(value) for value in self.setting)
+        values, vectors = 1 + weight / prior * self.bases[0].values, self.bases[0].vectors
+        shrunk = (rows @ vectors * shrinkage(values, exponent)) @ vectors.T
+        follows = self.weights.requires_grad or self.prior.precision.requires_grad
+        if self.is_scalar or not (torch.is_grad_enabled() and follows):
+            return shrunk
+        gram = self.gram(0)  # its null directions have a gradient, too
+        with torch.no_grad():
+            values, vectors = linalg.eigh(0.5 * (gram + gram.T))
+        return shrunk + rows @ shrinkage_slope(gram, (1 + values, vectors), exponent)
+
+    def diagonal_of_inverse(self) -> Tensor:
+        variance, root = 1 / widened(self.prior.diagonal()), self.roots[0]
+        removed = torch.zeros_like(variance)
+        for some in torch.eye(len(root), dtype=root.dtype, device=root.device).split(_AT_ONCE, 1):
+            rows = torch.linalg.solve_triangular(root.mT, some, upper=True).T  # of (I + G)^(−½)
+            removed = removed + self.duals[0].pull(rows, self.weights).square().sum(0)
+        return (variance - variance.square() * removed).clamp(min=0).to(self.dtype)
