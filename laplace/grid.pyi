@@ -151,7 +151,11 @@ class SubnetLaplace(SubnetworkAttributes):
     ) -> None: ...
 
 class FullLaplace(NamedPosterior):
-    """All weights, full curvature."""
+    """All weights, full curvature.
+
+    Of fewer rows of data than weights it is factored between the rows, which files hold with
+    `structure_kwargs={"save_rows": True}` alone.
+    """
     def __init__(
         self,
         model: nn.Module,

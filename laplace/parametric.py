@@ -1309,8 +1309,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         return Recipe.of(self).plain()
 
     @property
-    def _structures(self) -> list[type[Curvature]]:
-        return [self.structure]
+    def _holding_inputs(self) -> list[str]:
+        return [self.structure.name] if self.structure.saves_inputs(self._posterior.choices.structure_options) else []
 
     def to(self: P, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> P:
         """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""

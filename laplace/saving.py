@@ -19,7 +19,6 @@ from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.posterior.posterior import Choices
-from laplace.structures.base import Curvature
 
 if TYPE_CHECKING:
     from laplace.parametric import BaseLaplace
@@ -88,8 +87,8 @@ class Saved(ABC):
 
     @property
     @abstractmethod
-    def _structures(self) -> list[type[Curvature]]:
-        """The structures whose curvature the state holds."""
+    def _holding_inputs(self) -> list[str]:
+        """Names of the structures whose states hold what networks or their layers see of training data."""
 
     def save(self, path: str | os.PathLike[str], *, inputs: bool = True) -> None:
         """Saves the posterior to a safetensors file, without the network; `laplace.load(path, model)` reads it.
@@ -101,7 +100,8 @@ class Saved(ABC):
         Args:
             path: The file.
             inputs: Whether the file may hold inputs of training data, as the networks or their layers see them. Those
-                of `"matrix_free"`, Gaussian processes on a subset and `VaLLA` do, others hold sums over the data.
+                of `"matrix_free"`, Gaussian processes on a subset, `VaLLA` and `"full"` with `save_rows` do, others
+                hold sums over the data.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -110,12 +110,12 @@ class Saved(ABC):
             MissingDependency: safetensors is not installed.
         """
         check_flag("inputs", inputs, "Give False to refuse a file that holds inputs of training data.")
-        names = [structure.name for structure in self._structures if structure.holds_inputs]
+        names = self._holding_inputs
         if names and not inputs:
             raise UnsupportedError(
                 f"la.save with inputs=False of hessian_structure={names[0]!r}, whose state holds inputs of training "
-                "data: use 'kron', 'diag', 'full' or another structure that sums over the data, or accept them by "
-                "inputs=True."
+                "data: use 'kron', 'diag', 'full' (without save_rows) or another structure that sums over the data, or "
+                "accept them by inputs=True."
             )
         nested.write(path, {"recipe": self._recipe, "state": self.state_dict()})
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from laplace.core.gram import group_product
 from laplace.core.layout import Layout
+from laplace.core.nested import named_tensors
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.kron_parts import (
     DENSE_BLOCK_LIMIT,
@@ -31,10 +32,11 @@ from laplace.engines.kron_parts import (
     dense,
 )
 from laplace.errors import UnsupportedError
-from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.blocks import Block, from_state, total
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.heads import Head, HeadBlock, as_head, unrotated
-from laplace.jacobian.outer import FactoredBlock
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.outer import FactoredBlock, OuterBlock
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
@@ -230,6 +232,88 @@ class FullSink(BlockSink):
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         self.put([matrix])
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Rows whose outer products the curvature of some data is: a weighted Jacobian, or that of a head with Λ."""
+
+    blocks: tuple[Block, ...]  # Of every tensor: weighted, or of a head
+    hessian: OutputHessian | None = None  # Λ of a head
+    first: int = 0  # Term of the first cotangent
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.blocks[0].n_data * (self.blocks[0].n_cotangents if self.hessian is None else self._n_columns)
+
+    @property
+    def _n_columns(self) -> int:
+        hessian = self.hessian
+        return 0 if hessian is None else hessian.diag.shape[1] if hessian.dense is not None else hessian.n_columns
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of floating point tensors."""
+        return sum(tensor.nbytes for _, tensor in named_tensors(self))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.blocks[0].bound().device
+
+    def jacobian(self) -> Jacobian:
+        """The rows, weighted; of a head by a root of Λ in float64, in which sums of Λ are."""
+        if self.hessian is None:
+            return Jacobian(self.blocks)
+        root = self.hessian.wide().root()[:, :, None, None]
+        heads = unrotated([block for block in self.blocks if isinstance(block, Head)])
+        inputs = [None if head.is_bias else head.features[:, None, None].to(root) for head in heads]
+        return Jacobian(tuple(OuterBlock(a, root) for a in inputs))
+
+    def add_to(self, running: MatrixSum, n_terms: int, like: Tensor) -> None:
+        """Adds their outer products to a sum, as if they had never been kept."""
+        if self.hessian is None:
+            running.add_blocks(self.blocks, n_terms, self.first, like)
+        else:
+            heads = unrotated([block for block in self.blocks if isinstance(block, Head)])
+            running.add_head(heads, self.hessian, n_terms, like)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers and strings."""
+        hessian = None if self.hessian is None else self.hessian.state()
+        return {"blocks": [block.state() for block in self.blocks], "hessian": hessian, "first": self.first}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> KeptRows:
+        """The rows of a state."""
+        hessian = None if state["hessian"] is None else OutputHessian.from_state(state["hessian"])
+        return cls(tuple(from_state(block) for block in state["blocks"]), hessian, state["first"])
+
+
+class RowSink(FullSink):
+    """Keeps rows in place of the sum of their outer products, which takes whatever is none."""
+
+    def __init__(self, n_tensors: int, running: MatrixSum) -> None:
+        super().__init__(n_tensors, running)
+        self.kept: list[KeptRows] = []
+        self.n_terms = 1
+
+    def begin(self, form: BatchForm) -> None:
+        super().begin(form)
+        self.n_terms = form.n_terms
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        self._keep(blocks, None, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        self._keep(blocks, hessian, 0)
+
+    def _keep(self, blocks: Mapping[int, Block], hessian: OutputHessian | None, first: int) -> None:
+        (tensors,) = self.groups
+        if blocks.keys() >= set(tensors):
+            # Copies: what a first layer reads is the loader's own, which may fill it anew.
+            self.kept.append(KeptRows(tuple(blocks[i].detached() for i in tensors), hessian, first))
 
 
 class ProductSink(Sink):

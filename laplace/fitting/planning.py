@@ -37,6 +37,7 @@ class Estimate:
         peak_bytes: Peak memory of the fit, on top of what is allocated before it.
         kept_bytes: Memory of the fitted curvature.
         predict_bytes: Peak memory of the first prediction, on top of what is allocated after the fit.
+        note: Words about the form that the structure takes for so many data; empty if there is only one.
     """
 
     weights: str
@@ -44,6 +45,7 @@ class Estimate:
     peak_bytes: int
     kept_bytes: int
     predict_bytes: int
+    note: str = ""
 
     def __str__(self) -> str:
         choice = f"{self.weights} / {self.structure}"
@@ -86,7 +88,10 @@ class FitPlan:
         what = "one batch" if self.n_batches is None else f"{self.n_batches} batches"
         head = f"{'weights / structure':<26} {'fit: peak':>13} {'kept':>13} {'predict: peak':>13}"
         lines = [f"fit to {what}, first prediction of one", head, str(self.chosen)]
-        return "\n".join([*lines, *(["cheaper:"] if self.cheaper else []), *(str(other) for other in self.cheaper)])
+        note = [f"  {self.chosen.note}"] if self.chosen.note else []
+        return "\n".join(
+            [*lines, *note, *(["cheaper:"] if self.cheaper else []), *(str(other) for other in self.cheaper)]
+        )
 
 
 def make_plan(
@@ -135,6 +140,7 @@ def _estimate(profile: BatchProfile, weights: str, structure: type[Curvature], c
         peak_bytes=cost.fit_bytes(profile),
         kept_bytes=cost.fitted,
         predict_bytes=cost.predict_bytes(profile),
+        note=cost.note,
     )
 
 

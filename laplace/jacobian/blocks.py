@@ -227,6 +227,10 @@ class Block(ABC):
         """The block with the cotangents of other blocks `[K_i, B, p]` of the same tensor and samples appended."""
         return DenseBlock(torch.cat([self.dense(), *(other.dense() for other in others)]))
 
+    def followed_by(self, others: Sequence[Block]) -> Block:
+        """The block with the data of other blocks of the same tensor and as many cotangents appended."""
+        return DenseBlock(torch.cat([self.dense(), *(other.dense() for other in others)], 1))
+
     def add(self, others: Sequence[Block]) -> Block:
         """The sum with blocks of other uses of the same tensor."""
         return SumBlock((self, *others))
@@ -262,8 +266,8 @@ class Block(ABC):
         return MappedBlock(self, basis.rotate, basis.size)
 
     def detached(self) -> Block:
-        """The block as plain tensors, without graphs."""
-        return DenseBlock(self.dense().detach().contiguous())
+        """The block as plain tensors of its own, without graphs."""
+        return DenseBlock(self.dense().detach().clone())
 
     def state(self) -> dict[str, Any]:
         """A detached block as tensors, numbers and strings, its `kind` among `BLOCKS` among them."""

@@ -37,6 +37,11 @@ class MatrixSum:
         """From complete matrices `[E, p, p]`."""
         return cls(values.shape[-1], values, n_terms=len(values))
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was added."""
+        return self.values is None and self.paired is None
+
     def add(self, values: Tensor) -> None:
         """Adds complete matrices `[E, p, p]`."""
         self.upper(len(values), values).add_(values)

@@ -51,7 +51,7 @@ class HeadRows(Block):
         return OuterBlock(None if self.is_bias else features[:, None, None], g[:, :, None, None])
 
     def detached(self) -> HeadRows:
-        return replace(self, features=self.features.detach().contiguous(), outputs=self.outputs.contiguous())
+        return replace(self, features=self.features.detach().clone(), outputs=self.outputs.clone())
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
         return (lambda: self.kernel(other)) if isinstance(other, HeadRows) else None
@@ -167,7 +167,7 @@ class HeadBlock(Head):
         return head if basis.output is None else RotatedHeadBlock(head.features, basis.output.matrix()[0], self.is_bias)
 
     def detached(self) -> HeadBlock:
-        return replace(self, features=self.features.detach().contiguous())
+        return replace(self, features=self.features.detach().clone())
 
     def rank_one(self) -> RankOne:
         return RankOne(None, self.features, self.n_outputs)

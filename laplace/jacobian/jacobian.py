@@ -166,7 +166,7 @@ class Jacobian:
         return replace(self, blocks=blocks, outputs=outputs, group_size=size)
 
     def detached(self) -> Jacobian:
-        """The Jacobian as plain tensors, without graphs or references to a network, as states hold it.
+        """The Jacobian as plain tensors of its own, without graphs or references to a network, as states hold it.
 
         Parameters without factors are multiplied out.
         """

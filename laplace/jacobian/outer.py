@@ -143,7 +143,7 @@ class FactoredBlock(Block):
                                  self.g.to(dtype))  # fmt: skip
 
     def detached(self) -> Block:
-        return self.with_factors(lambda inputs: inputs.detach().contiguous(), self.g.detach().contiguous())
+        return self.with_factors(lambda inputs: inputs.detach().clone(), self.g.detach().clone())
 
 
 def unpicked(block: Block) -> Block:
@@ -266,6 +266,27 @@ class OuterBlock(FactoredBlock):
             self, a=concatenated(inputs, 1) if inputs else None, g=concatenated([use.g for use in uses], 2),
             counted=None if counted is None else concatenated(counted, 1),
         )  # fmt: skip
+
+    def followed_by(self, others: Sequence[Block]) -> Block:
+        parts = all_of(OuterBlock, (self, *others))
+        if parts is None or len({part._form for part in parts}) > 1:
+            return super().followed_by(others)
+        a, counted = self.a, [part.counted for part in parts if part.counted is not None]
+        if isinstance(a, Patches):
+            a = replace(a, images=torch.cat([part.a.images for part in parts if isinstance(part.a, Patches)]))
+        elif a is not None:
+            a = torch.cat([part.a for part in parts if isinstance(part.a, Tensor)])
+        return replace(
+            self, a=a, g=torch.cat([part.g for part in parts], 1), counted=torch.cat(counted) if counted else None
+        )
+
+    @property
+    def _form(self) -> object:
+        """What the blocks of other data share with this one, if they can follow it."""
+        a = self.a
+        patches = (a.kernel, a.stride, a.dilation, a.groups, a.images.shape[1:]) if isinstance(a, Patches) else None
+        inputs = None if a is None or patches else a.shape[1:]
+        return patches, inputs, self.g.shape[0], self.g.shape[2:], self.input_first, self.unfolded, self.counted is None
 
     def _every(self) -> Tensor:
         shape = self.n_data, self.n_positions

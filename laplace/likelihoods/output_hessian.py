@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +67,24 @@ class OutputHessian:
         vec = diag if self.vec is self.diag else None if self.vec is None else self.vec.to(dtype)
         dense, weights = (None if part is None else part.to(dtype) for part in (self.dense, self.weights))
         return replace(self, diag=diag, vec=vec, dense=dense, weights=weights)
+
+    def wide(self) -> OutputHessian:
+        """The same in float64, as its sums are."""
+        diag, vec = self._parts
+        wide = self.to(diag.dtype)
+        return replace(wide, diag=diag, vec=vec)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and flags, from which it is made again."""
+        weights = {} if self.weights is None else {"weights": self.weights}
+        vec = None if self.sums_to_zero else self.vec
+        return {"diag": self.diag, "dense": self.dense, "vec": vec, "sums_to_zero": self.sums_to_zero, **weights}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> OutputHessian:
+        """That of a state."""
+        diag, softmax = state["diag"], state["sums_to_zero"]
+        return cls(diag, diag if softmax else state["vec"], state["dense"], softmax, state.get("weights"))
 
     def scaled(self, weights: Tensor | None) -> OutputHessian:
         """w_b Λ_b, for weights `[B]` that are at least 0; None for ones."""

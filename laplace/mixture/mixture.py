@@ -468,8 +468,8 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         return {"components": [_recipe_of(la) for la in self.components]}
 
     @property
-    def _structures(self) -> list[type[Curvature]]:
-        return [la.structure for la in self.components]
+    def _holding_inputs(self) -> list[str]:
+        return [name for la in self.components for name in la._holding_inputs]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MixtureLaplace:
         """Moves all components and their models to a device or dtype, in place, as `nn.Module.to`; returns itself."""

@@ -220,6 +220,12 @@ class Curvature(ABC):
         raise UnsupportedError(f"hessian_structure={cls.name!r} does not say what it takes; it cannot be planned for.")
 
     @classmethod
+    def saves_inputs(cls, options: Any) -> bool:
+        """Whether states with these options hold what the network or its layers see of training data."""
+        del options  # most structures have no choice
+        return cls.holds_inputs
+
+    @classmethod
     def before_data(cls, prior: GaussianPrior) -> Precision:
         """The posterior precision without data: the prior's.
 

@@ -27,6 +27,7 @@ class Cost:
     vectors: int = 0  # With how many vectors the curvature is multiplied; 0 for sums of outer products
     # Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it
     assumed: bool = False
+    note: str = ""  # Words about the form that the structure takes for so many data
 
     def fit_bytes(self, profile: BatchProfile) -> int:
         """Peak of a fit above what was held before it."""

@@ -127,7 +127,7 @@ class DenseDefaults(Curvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         """That of the full structure, which nothing here exceeds."""
-        return replace(FullCurvature.cost(profile, None), assumed=True)
+        return replace(FullCurvature.matrix_cost(profile), assumed=True)
 
 
 class CurvatureFromDense(AdditiveCurvature, DenseDefaults):

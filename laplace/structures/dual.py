@@ -27,7 +27,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, UnsupportedError
-from laplace.jacobian.blocks import CHUNK_BYTES, total
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, total
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import linalg
 from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
@@ -43,11 +43,6 @@ class Span(ABC):
     """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior."""
 
     parts: tuple[Jacobian, ...]  # Jacobians of consecutive data
-
-    @property
-    def n_rows(self) -> int:
-        """R."""
-        return len(self.unit_gram)
 
     @abstractmethod
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
@@ -83,8 +78,7 @@ class Span(ABC):
     def unit_gram(self) -> Tensor:
         """G at w = 1 and D = 1."""
         with torch.no_grad(), kept_for_later():
-            gram = self.gram(None, None)
-            return 0.5 * (gram + gram.T)
+            return self.gram(None, None)
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -161,6 +155,105 @@ class Dual(Span):
     def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
         roots = self._weighted(weights).to(outputs)
         return torch.einsum("smc,mck->smk", outputs.unflatten(1, roots.shape[:2]), roots).flatten(1)
+
+
+_MERGED = 512
+"""Rows up to which parts are put together, so that kernels between them are few."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Span):
+    """Rows of Jacobians that are weighted already, S = I."""
+
+    parts: tuple[Jacobian, ...]  # Weighted Jacobians of consecutive data
+    terms: Tensor | None = None  # Which of several terms every row belongs to, `[R]`; None of a single one
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Jacobian, int]], n_terms: int) -> Rows:
+        """From Jacobians with the term of the first cotangent; the others follow in turn."""
+        groups: list[list[tuple[Jacobian, int]]] = []
+        for part, first in parts:
+            last = groups[-1] if groups else []
+            rows = sum(one.n_data for one, _ in last) * part.n_cotangents
+            if last and rows < _MERGED and (last[0][0].n_cotangents, last[0][1]) == (part.n_cotangents, first):
+                last.append((part, first))
+            else:
+                groups.append([(part, first)])
+        merged = [_of_more_data([part for part, _ in group]) for group in groups]
+        if n_terms == 1:
+            return cls(tuple(merged))
+        device = merged[0].blocks[0].bound().device
+        turns = [
+            ((group[0][1] + torch.arange(part.n_cotangents, device=device)) % n_terms).repeat(part.n_data)
+            for part, group in zip(merged, groups, strict=True)
+        ]
+        return cls(tuple(merged), torch.cat(turns))
+
+    @cached_property
+    def kernel(self) -> Tensor:
+        """A Aᵀ, `[R, R]`, float64."""
+        return between(self.parts)
+
+    @cached_property
+    def kernels(self) -> tuple[Tensor, ...]:
+        """The share of every tensor in it: what a prior per tensor weighs anew."""
+        count = len(self.parts[0].blocks)
+        return tuple(between([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
+
+    @cached_property
+    def dense(self) -> Rows:
+        """The same multiplied out in float64, for priors that vary within a tensor: of them factors know no kernel."""
+        with torch.no_grad(), kept_for_later():
+            tensors = zip(*(part.blocks for part in self.parts), strict=True)
+            blocks = (torch.cat([widened(block.by_output()) for block in some]) for some in tensors)
+            return Rows((Jacobian(tuple(DenseBlock(block.unsqueeze(0)) for block in blocks)),), self.terms)
+
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        gram, roots = self._kernel_under(scales), self._roots_of(weights)
+        return gram if roots is None else roots.unsqueeze(1) * gram * roots
+
+    def _kernel_under(self, scales: Scales) -> Tensor:
+        if scales is None:
+            return self.kernel
+        sizes = [block.size for block in self.parts[0].blocks]
+        if _varies_within(scales) or len(sizes) * _n_rows(self.parts) > sum(sizes):
+            entries = [widened(scale).expand(size) for scale, size in zip(scales, sizes, strict=True)]
+            (whole,) = self.dense.parts
+            return kernel(whole, whole, entries).flatten(2).flatten(0, 1)
+        return total(widened(s).reshape(()) * part for s, part in zip(scales, self.kernels, strict=True))
+
+    def against(self, jacobian: Jacobian, weights: Tensor | None, scales: Scales) -> Tensor:
+        rows = self.dense if scales is not None and _varies_within(scales) else self
+        return Span.against(rows, jacobian, weights, scales)
+
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._roots_of(weights)
+        return rows if roots is None else roots.to(rows).unsqueeze(1) * rows
+
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._roots_of(weights)
+        return outputs if roots is None else roots.to(outputs) * outputs
+
+    def _roots_of(self, weights: Tensor | None) -> Tensor | None:
+        """Roots of the weights of all rows, `[R]` or `[1]`."""
+        if weights is None:
+            return None
+        return widened(weights if self.terms is None else weights[self.terms]).sqrt()
+
+
+def _varies_within(scales: Sequence[Tensor]) -> bool:
+    return any(scale.numel() > 1 for scale in scales)
+
+
+def _n_rows(parts: Sequence[Jacobian]) -> int:
+    return sum(part.n_data * part.n_cotangents for part in parts)
+
+
+def _of_more_data(parts: Sequence[Jacobian]) -> Jacobian:
+    """The Jacobian of the data of all parts."""
+    if len(parts) == 1:
+        return Jacobian(parts[0].blocks)
+    return Jacobian(tuple(first.followed_by(rest) for first, *rest in zip(*(p.blocks for p in parts), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +377,8 @@ def between(parts: Sequence[Jacobian]) -> Tensor:
     with torch.no_grad(), kept_for_later():
         rows = [[kernel(one, other).flatten(2).flatten(0, 1) for other in parts[i:]] for i, one in enumerate(parts)]
         whole = [[rows[i][j - i] if j >= i else rows[j][i - j].T for j in range(len(parts))] for i in range(len(parts))]
-        return torch.cat([torch.cat(row, 1) for row in whole])
+        values = torch.cat([torch.cat(row, 1) for row in whole])
+        return 0.5 * (values + values.T)
 
 
 # Posterior precisions of these data.
@@ -317,6 +411,8 @@ class DualPrecision(Precision):
         """G of a dual, `[R, R]`, float64, differentiable."""
         if self.is_scalar:
             return widened(self.weights) / widened(self.prior.precision) * self.duals[i].unit_gram
+        if self.prior.is_scalar:
+            return self.duals[i].gram(self.weights_of(i), None) / widened(self.prior.precision)
         return self.duals[i].gram(self.weights_of(i), self.scales)
 
     @cached_property
@@ -348,7 +444,7 @@ class DualPrecision(Precision):
         """J P⁻¹ Jᵀ of a dual in one of the forms, float64, differentiable."""
         if form == "joint":
             return self._covariance_of(i, jacobian, form)
-        step = max(1, CHUNK_BYTES // (_DOUBLE * jacobian.n_cotangents * max(1, self.duals[i].n_rows)))
+        step = max(1, CHUNK_BYTES // (_DOUBLE * jacobian.n_cotangents * max(1, len(self.roots[i]))))
         pieces = [jacobian.at(slice(start, start + step)) for start in range(0, jacobian.n_data, step)]
         return torch.cat([self._covariance_of(i, piece, form) for piece in pieces])
 

@@ -1,7 +1,11 @@
-"""Full curvature: every pair of parameters.
+"""Full curvature: every pair of parameters, as their matrix or, of few data, as the rows that it is the product of.
 
 Not a block of one group: the evidence at a scalar prior needs eigenvalues alone, samples a Cholesky factor, and
 predictions its inverse. Together they take half the time of the eigenvectors that blocks keep, and a fifth less memory.
+
+H = Aᵀ A of R rows A: weighted Jacobians, one row for every datum and column of a root of its output Hessian. Where R is
+smaller than P the same posterior is factored between the rows, exactly (`dual.py`), and H is formed when it is asked
+for.
 """
 
 from __future__ import annotations
@@ -16,27 +20,33 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import root_dtype, widened
+from laplace.core.memory import available, in_units
+from laplace.core.nested import is_finite, move
+from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
-from laplace.engines.sinks import FullSink
-from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
+from laplace.engines.sinks import FullSink, KeptRows, RowSink
+from laplace.errors import CurvatureError, OutOfMemory
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
+    DataPass,
     Recent,
     SignedOptions,
+    SumPass,
     keeps_last,
     nonnegative,
     other_structure,
 )
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
+from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
 from laplace.structures.precision import Form, Precision, SpectralScan, require_positive
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
@@ -81,6 +91,19 @@ class HeadRoots:
 
 
 @dataclass(frozen=True)
+class FullOptions(SignedOptions):
+    """Options of the full structure.
+
+    Attributes:
+        indefinite: As of `SignedOptions`.
+        save_rows: Whether states, files and pickles of a posterior that is factored over rows of its data hold these,
+            and with them inputs of layers, instead of the matrix `[P, P]`, which is a sum over the data.
+    """
+
+    save_rows: bool = False
+
+
+@dataclass(frozen=True)
 class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix."""
 
@@ -89,7 +112,7 @@ class FullCurvature(AdditiveCurvature):
     name = "full"
     matrix_dims = 3
     by_hand = TensorByHand(square=True)
-    options = SignedOptions
+    options = FullOptions
     is_exact = True
     is_variational = True
     is_wide = True
@@ -109,8 +132,18 @@ class FullCurvature(AdditiveCurvature):
         return self.sums.n_terms
 
     @classmethod
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        return FullPass(cls, engine, options)
+
+    @classmethod
+    def saves_inputs(cls, options: Any) -> bool:
+        return options.save_rows
+
+    @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        return cls(MatrixSum(engine.problem.layout.n_params)).with_batch(engine, x, y)
+        sums = MatrixSum(engine.problem.layout.n_params)
+        few = cls is FullCurvature and is_less_work(sums.size, 1)
+        return (RowCurvature(sums) if few else cls(sums)).with_batch(engine, x, y)
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
         """The batch is added to the sum in place, so that no second one is held."""
@@ -119,6 +152,13 @@ class FullCurvature(AdditiveCurvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        n_rows = (profile.n_batches or 0) * profile.n_data * profile.n_columns
+        rows = RowCurvature.cost_of(profile, n_rows) if n_rows and is_less_work(profile.n_params, n_rows) else None
+        return cls.matrix_cost(profile) if rows is None else rows
+
+    @classmethod
+    def matrix_cost(cls, profile: BatchProfile) -> Cost:
+        """That of the matrix, whatever the number of data."""
         square = profile.n_params**2
         sums = MatrixCost.of(profile, profile.tensors)
         products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
@@ -190,7 +230,7 @@ class FullCurvature(AdditiveCurvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
-        return cls.of(state["values"])
+        return RowCurvature.of_rows(state) if "rows" in state else FullCurvature.of(state["values"])
 
     def public(self) -> Tensor:
         return self.values.sum(0)
@@ -353,3 +393,204 @@ class FullPrecision(Precision):
     @keeps_last
     def _paired(self, key: tuple[Pairs, bool]) -> PairedMatrix:
         return PairedMatrix(key[0], linalg.times_transpose(self.root))
+
+
+# The same of few data: H = Aᵀ A by the rows A, which are kept as factors.
+
+
+_WORTHWHILE = 2**31
+"""Multiplications with the matrix, of about 1,000 weights, from which the rows are kept: with fewer it takes no time.
+"""
+
+_MATRICES = 6
+"""Matrices `[P, P]` in float64 that a factorisation passes through."""
+
+
+def is_less_work(n_params: int, n_rows: int) -> bool:
+    """True if a posterior over P weights takes fewer multiplications between the R rows of its data."""
+    matrix = _multiplications(n_params, n_rows)
+    return matrix >= _WORTHWHILE and _multiplications(n_rows, n_params) < matrix
+
+
+def _multiplications(size: int, others: int) -> int:
+    """Those of products `[n, n]` over all of the others, of half the entries, their eigenvalues and a factor."""
+    return size**2 * (others // 2 + 2 * size)
+
+
+@dataclass(frozen=True)
+class RowCurvature(FullCurvature):
+    """The unit curvature by its rows; `sums` is empty."""
+
+    parts: tuple[KeptRows, ...] = ()  # The rows of every batch
+    terms: int = 1  # E
+    saves_rows: bool = False  # Whether its state holds them
+
+    @property
+    def n_terms(self) -> int:
+        return self.terms
+
+    @property
+    def n_rows(self) -> int:
+        """R."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def note(self) -> str:
+        states = "as states do" if self.saves_rows else "which states do not"
+        return (
+            f"factored over {self.n_rows:,} rows of the data, fewer than the {self.sums.size:,} weights; holds the "
+            f"inputs of the layers there, {states}"
+        )
+
+    # Sums over data, which become a matrix as soon as that is less work.
+
+    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
+        sink = RowSink(len(engine.problem.slots), self.sums)
+        summary = engine.accumulate(x, y, sink)
+        grown = replace(self, parts=(*self.parts, *sink.kept), terms=sink.n_terms)
+        return summary, grown if grown._is_less_work else grown.summed()
+
+    @property
+    def _is_less_work(self) -> bool:
+        """True while the rows are all that there is, and less work and memory than the matrix."""
+        if not self.sums.is_empty or not is_less_work(self.sums.size, self.n_rows):
+            return False
+        return sum(part.n_bytes for part in self.parts) < self.terms * DOUBLE * self.sums.size**2
+
+    def summed(self) -> FullCurvature:
+        """The matrix, by the sums that would have been formed at once."""
+        sums = self.sums if not self.sums.is_empty else MatrixSum(self.sums.size)
+        device = self.parts[0].device
+        like = torch.empty(0, dtype=wide_dtype(device), device=device)
+        for part in self.parts:
+            part.add_to(sums, self.terms, like)
+        return FullCurvature(sums)
+
+    @cached_property
+    def values(self) -> Tensor:
+        self.require_memory(2)
+        with torch.no_grad(), kept_for_later():
+            return self.summed().values
+
+    def require_memory(self, n_matrices: int) -> None:
+        """Refuses matrices of all weights for which there is no memory."""
+        size = self.sums.size
+        needed, there = n_matrices * self.terms * DOUBLE * size**2, available(self.parts[0].device)
+        if there is not None and there.size < needed:
+            raise OutOfMemory(
+                f"this takes {n_matrices} matrices of {size:,} × {size:,} weights, {in_units(needed)}, and "
+                f"{in_units(there.size)} are available ({there.source}): the posterior is held by {self.n_rows:,} rows "
+                "of its data. Predictions, samples, the evidence and la.functional_variance take no such matrix; to "
+                "save it without one, give structure_kwargs={'save_rows': True} before the fit: then files hold rows."
+            )
+
+    def kept(self, *, additive: bool = False) -> FullCurvature:
+        return self.summed() if additive else self
+
+    def is_finite(self) -> Tensor:
+        return is_finite(self.parts[-1])
+
+    def __add__(self, other: Curvature) -> FullCurvature:
+        if isinstance(other, RowCurvature) and other.terms == self.terms:
+            both = replace(self, parts=(*self.parts, *other.parts))
+            return both if both._is_less_work else both.summed()
+        return super().__add__(other)
+
+    # The posterior.
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows, weighted."""
+        with torch.no_grad(), kept_for_later():
+            return Rows.of([(part.jacobian(), part.first) for part in self.parts], self.terms)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> RowPrecision:
+        return RowPrecision((self.rows,), weights, prior, weights.dtype, self)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
+        one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
+        weight, basis = (weights[0], self.rows.unit) if self.terms == 1 else (one, self.rows.basis(weights, None))
+        return ProjectedScan(lambda *asked: (basis.split(*asked),), weight, 1.0, weights.dtype)
+
+    # What is saved: the rows are what layers see of the data, and stay in memory unless they are asked for.
+
+    def state(self) -> dict[str, Any]:
+        return self._state_of_rows() if self.saves_rows else super().state()
+
+    def _state_of_rows(self) -> dict[str, Any]:
+        rows = [part.state() for part in self.parts]
+        return {"rows": rows, "size": self.sums.size, "terms": self.terms, "saves_rows": self.saves_rows}
+
+    @classmethod
+    def of_rows(cls, state: dict[str, Any]) -> RowCurvature:
+        """The curvature of a state of its rows."""
+        parts = tuple(KeptRows.from_state(part) for part in state["rows"])
+        return cls(MatrixSum(state["size"]), parts=parts, terms=state["terms"], saves_rows=state["saves_rows"])
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> RowCurvature:
+        return self.of_rows(move(self._state_of_rows(), device, dtype if dtype == wide_dtype() else None))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FullCurvature.from_state, (self.state(),)
+
+    def __deepcopy__(self, memo: object) -> RowCurvature:
+        return self  # nothing of it changes
+
+    @classmethod
+    def cost_of(cls, profile: BatchProfile, n_rows: int) -> Cost | None:
+        """That of so many rows; None where they take more memory than the matrix."""
+        n_data = (profile.n_batches or 0) * profile.n_data
+        kept = sum(min(n_rows * t.size, _factors(t, n_data, n_rows)) for t in profile.tensors) * profile.itemsize
+        if kept >= profile.n_terms * DOUBLE * profile.n_params**2:
+            return None
+        n_params, square = profile.n_params, DOUBLE * n_rows**2
+        return Cost(
+            fitted=kept, running=kept, adding=kept, posterior=2 * kept + 5 * square, projecting=4 * CHUNK_BYTES,
+            note=f"factored over {n_rows:,} rows of the data, fewer than the {n_params:,} weights",
+        )  # fmt: skip
+
+
+def _factors(tensor: TensorShape, n_data: int, n_rows: int) -> int:
+    """Numbers of the factors of the rows of one tensor."""
+    inputs = 0 if tensor.is_bias else n_data * tensor.positions * tensor.groups * tensor.n_inputs
+    outputs = n_data if tensor.is_head else n_rows * tensor.positions * tensor.groups
+    return inputs + outputs * tensor.n_outputs if tensor.factored else n_rows * tensor.size
+
+
+class FullPass(SumPass[FullCurvature]):
+    """Adds up batches, of which rows are kept while they are few: in what is exchanged or written half-way none is."""
+
+    def __init__(self, structure: type[FullCurvature], engine: CurvatureEngine, options: Any) -> None:
+        super().__init__(structure, engine)
+        self.options = options
+
+    def state(self) -> dict[str, Any]:
+        self.total = None if self.total is None else self.total.kept(additive=True)
+        return super().state()
+
+    def finish(self) -> Curvature | DataPass:
+        total = super().finish()
+        return replace(total, saves_rows=self.options.save_rows) if isinstance(total, RowCurvature) else total
+
+
+@dataclass(frozen=True, eq=False)
+class RowPrecision(JointPrecision):
+    """P = Σ_e w_e H_e + diag(δ), factored between the rows of H; its matrices are made when they are asked for."""
+
+    curvature: RowCurvature  # H
+
+    @cached_property
+    def _matrix(self) -> FullPrecision:
+        self.curvature.require_memory(_MATRICES)
+        return FullPrecision(FullCurvature.of(self.curvature.values), self.weights, self.prior)
+
+    def to_dense(self) -> Tensor:
+        return self._matrix.to_dense()
+
+    @property
+    def scale(self) -> Tensor:
+        return self._matrix.scale
+
+    @property
+    def covariance(self) -> Tensor:
+        return self._matrix.covariance

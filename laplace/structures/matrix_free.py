@@ -28,7 +28,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, U
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
-from laplace.structures.base import Curvature, DataPass, Recent, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, Recent, require_finite
 from laplace.structures.cost import Cost
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.kron import KronCurvature
@@ -116,20 +116,15 @@ class HeldBatch:
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers."""
-        parts = {"diag": self.hessian.diag, "dense": self.hessian.dense}
-        softmax = self.hessian.sums_to_zero
-        vec = None if softmax else self.hessian.vec
         return {
-            "x": batches.plain(self.x), **parts, "vec": vec, "sums_to_zero": softmax,
-            "n_positions": self.output.n_positions, "count": self.count, **those_known(weights=self.hessian.weights),
+            "x": batches.plain(self.x), **self.hessian.state(), "n_positions": self.output.n_positions,
+            "count": self.count,
         }  # fmt: skip
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> HeldBatch:
         """The batch of a state."""
-        diag, softmax = state["diag"], state["sums_to_zero"]
-        weights = state.get("weights")  # where data have some
-        hessian = OutputHessian(diag, diag if softmax else state["vec"], state["dense"], softmax, weights)
+        hessian = OutputHessian.from_state(state)
         return cls(batches.from_plain(state["x"]), OutputCurvature(hessian, state["n_positions"]), state["count"])
 
 
