@@ -271,8 +271,9 @@ class KeptRows:
         inputs = [None if head.is_bias else head.features[:, None, None].to(root) for head in heads]
         return Jacobian(tuple(OuterBlock(a, root) for a in inputs))
 
-    def add_to(self, running: MatrixSum, n_terms: int, like: Tensor) -> None:
+    def add_to(self, running: MatrixSum, n_terms: int) -> None:
         """Adds their outer products to a sum, as if they had never been kept."""
+        like = torch.empty(0, dtype=wide_dtype(self.device), device=self.device)
         if self.hessian is None:
             running.add_blocks(self.blocks, n_terms, self.first, like)
         else:

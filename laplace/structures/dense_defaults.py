@@ -25,7 +25,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, other_structure
 from laplace.structures.cost import DOUBLE, Cost
-from laplace.structures.full import FullCurvature, FullPrecision
+from laplace.structures.full import FullCurvature
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 D = TypeVar("D", bound="DenseDefaults")
@@ -150,7 +150,7 @@ class PrecisionFromDense(Precision):
     prior: GaussianPrior
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def dense(self, method: str) -> FullPrecision:
+    def dense(self, method: str) -> Precision:
         """The dense matrix that answers a query instead."""
         own, structure = type(self), type(self.curvature).__name__
         subclass = f"a subclass of {own.__name__}, for {structure}.precision to return"
@@ -159,7 +159,7 @@ class PrecisionFromDense(Precision):
         return self._full
 
     @cached_property
-    def _full(self) -> FullPrecision:
+    def _full(self) -> Precision:
         return self.curvature.full.precision(self.weights, self.prior, **self.options)
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:

@@ -47,7 +47,7 @@ from laplace.structures.base import (
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
-from laplace.structures.precision import Form, Precision, SpectralScan, require_positive
+from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
 
@@ -187,7 +187,7 @@ class FullCurvature(AdditiveCurvature):
             raise other_structure(self.name, removed.name)
         return FullCurvature.of(linalg.remaining_matrix(self.values, removed.values, signed=signed))
 
-    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
 
     def indefinite(self, mode: str | None) -> FullCurvature:
@@ -207,7 +207,7 @@ class FullCurvature(AdditiveCurvature):
         """Eigenvalues of the single term, float64, rounding removed: all that a scalar prior's evidence needs."""
         return linalg.eigvalsh(self.values[0], signed=self.signed)
 
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
         mode = options.get("indefinite")
         signed = mode == "error"
         matrices = self.indefinite(mode).values
@@ -460,10 +460,8 @@ class RowCurvature(FullCurvature):
     def summed(self) -> FullCurvature:
         """The matrix, by the sums that would have been formed at once."""
         sums = self.sums if not self.sums.is_empty else MatrixSum(self.sums.size)
-        device = self.parts[0].device
-        like = torch.empty(0, dtype=wide_dtype(device), device=device)
         for part in self.parts:
-            part.add_to(sums, self.terms, like)
+            part.add_to(sums, self.terms)
         return FullCurvature(sums)
 
     @cached_property

@@ -30,7 +30,7 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
 from laplace.structures.base import Curvature, DataPass, Recent, require_finite
 from laplace.structures.cost import Cost
-from laplace.structures.full import FullCurvature, FullPrecision
+from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
 from laplace.structures.krylov import SolveReport, Tally, TraceLog, signs
 from laplace.structures.low_rank import LowRankPrecision, Subspace
@@ -510,7 +510,7 @@ class MatrixFreePrecision(Precision):
         return first_order(_Moved.apply(constant, moved, self.solve)).to(noise.dtype)
 
     @property
-    def _dense(self) -> FullPrecision:
+    def _dense(self) -> Precision:
         return self.system.full.precision(self.weights, self.prior)
 
     def diagonal_of_inverse(self) -> Tensor:
