@@ -454,7 +454,7 @@ class DualPrecision(Precision):
         rows = self.duals[i].against(jacobian, self.weights_of(i), self.scales)
         known = torch.linalg.solve_triangular(root.mT, rows.flatten(0, 1), upper=True, left=False)
         if form == "diagonal":
-            return _left(whole, known.square().sum(1).view_as(whole))
+            return left_of(whole, known.square().sum(1).view_as(whole))
         known = known if form == "joint" else known.view_as(rows)
         rest = whole - known @ known.mT
         return 0.5 * (rest + rest.mT)
@@ -532,9 +532,9 @@ class JointPrecision(DualPrecision):
         for some in torch.eye(len(root), dtype=root.dtype, device=root.device).split(_AT_ONCE, 1):
             rows = torch.linalg.solve_triangular(root.mT, some, upper=True).T  # of (I + G)^(−½)
             removed = removed + self.duals[0].pull(rows, self.weights).square().sum(0)
-        return _left(variance, variance.square() * removed).to(self.dtype)
+        return left_of(variance, variance.square() * removed).to(self.dtype)
 
 
-def _left(variance: Tensor, removed: Tensor) -> Tensor:
+def left_of(variance: Tensor, removed: Tensor) -> Tensor:
     """What the data leave of prior variances: at least the rounding of these."""
     return torch.maximum(variance - removed, torch.finfo(variance.dtype).eps * variance.detach())

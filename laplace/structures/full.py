@@ -10,6 +10,7 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,10 +44,11 @@ from laplace.structures.base import (
     keeps_last,
     nonnegative,
     other_structure,
+    require_finite,
 )
 from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
-from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
+from laplace.structures.dual import JointPrecision, ProjectedScan, Rows, left_of
 from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
@@ -222,7 +224,7 @@ class FullCurvature(AdditiveCurvature):
 
         return SpectralScan(project, precisions)
 
-    def is_finite(self) -> Tensor:
+    def is_finite(self) -> Tensor | bool:
         return self.sums.is_finite()
 
     def state(self) -> dict[str, Any]:
@@ -422,17 +424,14 @@ class RowCurvature(FullCurvature):
     """The unit curvature by its rows; `sums` is empty."""
 
     parts: tuple[KeptRows, ...] = ()  # The rows of every batch
+    n_rows: int = 0  # R
+    n_bytes: int = 0  # Bytes of the rows
     terms: int = 1  # E
     saves_rows: bool = False  # Whether its state holds them
 
     @property
     def n_terms(self) -> int:
         return self.terms
-
-    @property
-    def n_rows(self) -> int:
-        """R."""
-        return sum(part.count for part in self.parts)
 
     @property
     def note(self) -> str:
@@ -447,15 +446,21 @@ class RowCurvature(FullCurvature):
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
         sink = RowSink(len(engine.problem.slots), self.sums)
         summary = engine.accumulate(x, y, sink)
-        grown = replace(self, parts=(*self.parts, *sink.kept), terms=sink.n_terms)
-        return summary, grown if grown._is_less_work else grown.summed()
+        require_finite(is_finite(sink.kept))
+        return summary, replace(self, terms=sink.n_terms)._with_rows(sink.kept)
+
+    def _with_rows(self, parts: Sequence[KeptRows]) -> FullCurvature:
+        """The curvature with more rows: a matrix once it has others than rows, or these take more work or memory."""
+        n_rows = self.n_rows + sum(part.count for part in parts)
+        n_bytes = self.n_bytes + sum(part.n_bytes for part in parts)
+        grown = replace(self, parts=(*self.parts, *parts), n_rows=n_rows, n_bytes=n_bytes)
+        return grown if grown._is_less_work else grown.summed()
 
     @property
     def _is_less_work(self) -> bool:
-        """True while the rows are all that there is, and less work and memory than the matrix."""
-        if not self.sums.is_empty or not is_less_work(self.sums.size, self.n_rows):
-            return False
-        return sum(part.n_bytes for part in self.parts) < self.terms * DOUBLE * self.sums.size**2
+        size = self.sums.size
+        is_small = self.n_bytes < self.terms * DOUBLE * size**2
+        return self.sums.is_empty and is_small and is_less_work(size, self.n_rows)
 
     def summed(self) -> FullCurvature:
         """The matrix, by the sums that would have been formed at once."""
@@ -485,13 +490,12 @@ class RowCurvature(FullCurvature):
     def kept(self, *, additive: bool = False) -> FullCurvature:
         return self.summed() if additive else self
 
-    def is_finite(self) -> Tensor:
-        return is_finite(self.parts[-1])
+    def is_finite(self) -> Tensor | bool:
+        return True  # every batch was looked at
 
     def __add__(self, other: Curvature) -> FullCurvature:
         if isinstance(other, RowCurvature) and other.terms == self.terms:
-            both = replace(self, parts=(*self.parts, *other.parts))
-            return both if both._is_less_work else both.summed()
+            return self._with_rows(other.parts)
         return super().__add__(other)
 
     # The posterior.
@@ -501,6 +505,16 @@ class RowCurvature(FullCurvature):
         """The rows, weighted."""
         with torch.no_grad(), kept_for_later():
             return Rows.of([(part.jacobian(), part.first) for part in self.parts], self.terms)
+
+    @cached_property
+    def head(self) -> tuple[Tensor, Tensor] | None:
+        """Features `[N, D]` and roots of Λ `[N, K, C]` of a head, float64; None of other weights."""
+        hessians = [part.hessian for part in self.parts if part.hessian is not None]
+        if len(hessians) < len(self.parts):
+            return None
+        with torch.no_grad(), kept_for_later():
+            features = torch.cat([widened(Jacobian(part.blocks).head_features()) for part in self.parts])
+            return features, torch.cat([hessian.wide().root().permute(1, 0, 2) for hessian in hessians])
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> RowPrecision:
         return RowPrecision((self.rows,), weights, prior, weights.dtype, self)
@@ -523,7 +537,8 @@ class RowCurvature(FullCurvature):
     def of_rows(cls, state: dict[str, Any]) -> RowCurvature:
         """The curvature of a state of its rows."""
         parts = tuple(KeptRows.from_state(part) for part in state["rows"])
-        return cls(MatrixSum(state["size"]), parts=parts, terms=state["terms"], saves_rows=state["saves_rows"])
+        n_rows, n_bytes = sum(part.count for part in parts), sum(part.n_bytes for part in parts)
+        return cls(MatrixSum(state["size"]), False, parts, n_rows, n_bytes, state["terms"], state["saves_rows"])
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> RowCurvature:
         return self.of_rows(move(self._state_of_rows(), device, dtype if dtype == wide_dtype() else None))
@@ -576,6 +591,39 @@ class RowPrecision(JointPrecision):
     """P = Σ_e w_e H_e + diag(δ), factored between the rows of H; its matrices are made when they are asked for."""
 
     curvature: RowCurvature  # H
+
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        by_features = jacobian.is_head and self.curvature.head is not None and self.prior.is_constant_per_tensor
+        if form != "diagonal" or not by_features:
+            return super().variance(jacobian, form)
+        features = widened(jacobian.head_features())
+        step = max(1, CHUNK_BYTES // (DOUBLE * self._known.shape[1]))
+        return torch.cat([self._of_head(rows) for rows in features.split(step)]).to(jacobian.summed_in(self.dtype))
+
+    def _of_head(self, features: Tensor) -> Tensor:
+        """k(φ, φ) − k(φ, Φ) M_c k(Φ, φ) of features φ `[B, D]`, for every output c, `[B, C]`."""
+        kernels, inner = self._kernel_of_head(features), self._known
+        known = torch.stack([((kernels @ one) * kernels).sum(1) for one in inner], 1)
+        return left_of((features.square() @ self._head_variances).unsqueeze(1).expand_as(known), known)
+
+    def _kernel_of_head(self, features: Tensor) -> Tensor:
+        """K(φ, Φ), `[B, N]`, of each output: its weights are none of another's."""
+        seen, _ = self.curvature.head or (features, features)
+        return (features * self._head_variances) @ seen.T
+
+    @property
+    def _head_variances(self) -> Tensor:
+        """Prior variances of the weights of every feature, `[D]`."""
+        blocks = zip(self.curvature.parts[0].blocks, self.scales, strict=True)
+        return torch.cat([scale.expand(block.size // block.n_cotangents) for block, scale in blocks])
+
+    @cached_property
+    def _known(self) -> Tensor:
+        """M_c = S_c (I + G)⁻¹ S_cᵀ of every output, `[C, N, N]`: between data, of which each has K rows."""
+        _, roots = self.curvature.head or (self.weights, self.weights)  # [N, K, C]
+        rows = self.duals[0].lift(roots.flatten(0, 1), self.weights).view_as(roots)
+        inverse = torch.cholesky_inverse(self.roots[0]).view(*roots.shape[:2], *roots.shape[:2])
+        return torch.stack([torch.einsum("nk,nkml,ml->nm", one, inverse, one) for one in rows.unbind(2)])
 
     @cached_property
     def _matrix(self) -> FullPrecision:

@@ -1,0 +1,368 @@
+"""Full posteriors of few data, factored between their rows: the same posterior, whichever side is less work."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import FullLaplace, Laplace, ParametricLaplace, load
+from laplace.core.memory import Available
+from laplace.curvature import NativeEF, NativeHessian
+from laplace.errors import OutOfMemory, UnsupportedError
+from laplace.fitting.fit import FitOptions
+from laplace.structures import full
+from laplace.structures.full import FullCurvature, FullPass, RowCurvature, is_less_work
+from tests import problems as catalogue
+from tests.conformance import test_evidence, test_gradients, test_prediction_gradients, test_predictions, test_samples
+from tests.conformance.cases import Case, drawn, few, priors, truth
+from tests.conformance.test_predictions import latent_of
+from tests.problems import Problem
+from tests.reference import curvature as reference
+from tests.reference import evidence, gaussian_process
+from tests.reference.compare import assert_close
+
+pytestmark = pytest.mark.portable
+
+NAMES = ["mlp_classification", "mlp_regression", "mlp_ignored_labels", "conv2d_grouped", "transformer", "pair"]
+HYPER = {"prior_precision": 0.3, "prior_mean": 0.1, "temperature": 1.6}
+
+
+@pytest.fixture(autouse=True)
+def rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every problem, however small it is and however many its data are."""
+    monkeypatch.setattr(full, "is_less_work", lambda n_params, n_rows: True)
+    monkeypatch.setattr(RowCurvature, "_is_less_work", property(lambda self: self.sums.is_empty))
+
+
+def held(la: ParametricLaplace) -> RowCurvature:
+    """The curvature, which must be held by its rows."""
+    curvature = la.fitted().curvature
+    assert isinstance(curvature, RowCurvature)
+    return curvature
+
+
+def matrix(la: ParametricLaplace) -> ParametricLaplace:
+    """The same posterior by its matrix."""
+    other = copy.deepcopy(la)
+    other.load_state_dict(la.state_dict())
+    assert type(other.fitted().curvature) is FullCurvature
+    return other
+
+
+# The conformance tests that other structures pass.
+
+
+PRODUCTS: list[tuple[Callable[[Case], None], list[Any]]] = [
+    (test_predictions.test_latent_gaussian, few("all", "last_layer", "mixed", structures=["full"], names=NAMES)),
+    (test_evidence.test_terms_of_the_evidence, few("all", "last_layer", structures=["full"], names=NAMES)),
+    (test_evidence.test_posterior_under_priors_of_every_form, few("all", "last_layer", "mixed", structures=["full"])),
+    (
+        test_gradients.test_prior_precision_and_temperature,
+        few("all", "last_layer", structures=["full"], names=NAMES[:2]),
+    ),
+    (test_gradients.test_noise, few("all", "last_layer", structures=["full"], names=["mlp_regression"])),
+    (test_samples.test_weights, few("all", "mixed", structures=["full"], names=NAMES[:1])),
+]
+
+
+@pytest.mark.parametrize(
+    "test, case",
+    [pytest.param(test, *case.values, id=f"{test.__name__}-{case.id}") for test, cases in PRODUCTS for case in cases],
+)
+def test_conformance(test: Callable[[Case], None], case: Case) -> None:
+    held(case.fit())
+    test(case)
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", structures=["full"], names=["mlp_regression"]))
+def test_gradients_of_predictions(case: Case) -> None:
+    la = case.fit(prior_precision=0.4)
+    held(la)
+    wanted = ("covariance", "variance", "joint covariance", "samples of weights", "posterior_variance", "log_prob")
+    quantities = {name: test_prediction_gradients.MOMENTS[name] for name in wanted}
+    for prior, _ in priors(case).values():
+        test_prediction_gradients.check(la, "prior_precision", prior, case.problem.x[:3], quantities)
+        la.prior_precision = prior
+        for name in ("temperature", "sigma_noise"):
+            test_prediction_gradients.check(
+                la, name, torch.tensor(0.8, dtype=torch.float64), case.problem.x[:3], quantities
+            )
+
+
+# Oracles between data, which know no matrix of weights.
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", ["mlp_classification", "mlp_regression", "mlp_poisson", "mlp_bernoulli_multi"])
+def test_dense_gaussian_process(name: str, weights: str) -> None:
+    case = Case(catalogue.get(name), "full", weights)
+    problem, known = case.problem, truth(name)
+    noise = {"sigma_noise": 0.45} if problem.likelihood == "regression" else {}
+    variances = drawn(case, "prior", len(case.columns)).exp()
+    inner = reference.output_hessian(known.f, problem.likelihood, problem.y)
+    sigma = noise.get("sigma_noise", 1.0)
+    scale = 1 / (sigma**2 * HYPER["temperature"])
+    la = case.fit(5, **(HYPER | noise))
+    loss = reference.loss(known.f, problem.y, problem.likelihood)
+    for prior in (torch.full_like(variances, 0.3), variances):
+        la.prior_precision = prior if prior is variances else 0.3
+        ratio = gaussian_process.log_det_ratio(case.jacobian, inner, prior, scale)
+        likelihood = evidence.log_likelihood(
+            loss,
+            len(problem.y),
+            case.n_outputs,
+            noise.get("sigma_noise", 1.0),
+            HYPER["temperature"],
+            problem.likelihood,
+        )
+        scatter = (prior * (case.mean - HYPER["prior_mean"]).square()).sum()
+        assert_close(la.log_marginal_likelihood(), likelihood - 0.5 * (ratio + scatter), "backend", label="evidence")
+        expected = gaussian_process.posterior_covariance(case.jacobian, case.jacobian, inner, prior, scale)
+        assert_close(latent_of(la, problem.x, "joint").covariance, expected, "backend", label="joint")
+        assert_close(
+            latent_of(la, problem.x, "diagonal").covariance.flatten(), expected.diagonal(), "backend", label="diagonal"
+        )
+    assert "values" not in vars(held(la)), "a matrix of weights was made"
+
+
+def test_weighted_data_and_empirical_fisher() -> None:
+    for options in ({"class_weight": torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)}, {"backend": NativeEF}):
+        case = Case(catalogue.get("mlp_classification"), "full", "all")
+        la = case.build(**options) if "backend" in options else _weighted(case, **options)
+        la.fit(case.problem.batches(4))
+        held(la)
+        same(la, matrix(la), case.problem.x)
+
+
+def _weighted(case: Case, class_weight: Tensor) -> ParametricLaplace:
+    from laplace.likelihoods import Categorical
+
+    return FullLaplace(case.problem.make_model(), Categorical(class_weight=class_weight))
+
+
+def same(one: ParametricLaplace, other: ParametricLaplace, x: Any, row: str = "algebra") -> None:
+    """Equal evidence, variances, covariances, products and densities."""
+    assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), row, label="evidence")
+    for form in ("diagonal", "full", "joint"):
+        assert_close(latent_of(one, x, form).covariance, latent_of(other, x, form).covariance, row, label=form)
+    assert_close(one.posterior_variance, other.posterior_variance, row, label="variance")
+    vectors = drawn(Case(catalogue.get("mlp_classification"), "full", "all"), "v", 3, len(one.mean)).to(one.mean)
+    precisions = [la.posterior().precision() for la in (one, other)]
+    for exponent in (1, -1):
+        found, expected = (precision.power(vectors, exponent) for precision in precisions)
+        assert_close(found, expected, row, label=f"power {exponent}")
+    root = [precision.power(precision.power(vectors, -0.5), -0.5) for precision in precisions[:1]]
+    assert_close(root[0], precisions[1].power(vectors, -1), row, label="a symmetric root")
+    assert_close(one.log_prob(one.mean + 0.1), other.log_prob(one.mean + 0.1), row, label="density")
+
+
+@pytest.mark.parametrize("name", ["mlp_regression", "conv2d_regression"])
+def test_one_noise_per_output(name: str) -> None:
+    case = Case(catalogue.get(name), "full", "all")
+    sigma = drawn(case, "sigma", case.n_outputs).mul(0.3).exp()
+    for weights in ("all", "last_layer") if name == "mlp_regression" else ("all",):
+        la = Case(case.problem, "full", weights).fit(4, sigma_noise=sigma, temperature=1.3)
+        for prior in (0.2, *(prior for prior, _ in priors(Case(case.problem, "full", weights)).values())):
+            la.prior_precision = prior
+            same(la, matrix(la), case.problem.x)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_float32_networks_lose_no_digits_between_the_sides(likelihood: str) -> None:
+    problem = catalogue.get(f"mlp_{likelihood}")
+    y = problem.y.float() if likelihood == "regression" else problem.y
+    for weights in ("all", "last_layer"):
+        la = Laplace(problem.make_model().float(), likelihood, weights, "full", prior_precision=1e-3)
+        la.fit([(problem.x.float(), y)])
+        other = matrix(la)
+        for form in ("diagonal", "full", "joint"):
+            found, expected = (latent_of(one, problem.x.float(), form).covariance for one in (la, other))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0 if form == "diagonal" else 1e-5)
+        torch.testing.assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-6, atol=0)
+
+
+# Invariance.
+
+
+@pytest.mark.parametrize("name", ["mlp_classification", "conv2d_grouped", "embedding_padding"])
+def test_batches_and_their_order_change_nothing(name: str) -> None:
+    """Samples neither: their root is a symmetric one, whichever row is the first."""
+    case = Case(catalogue.get(name), "full", "all")
+    whole, order = case.fit(), torch.randperm(len(case.problem.y), generator=torch.Generator().manual_seed(3))
+    x, y = case.problem.x[order], case.problem.y[order]
+    for size in (1, 3):
+        la = case.build()
+        la.fit([(x[i : i + size], y[i : i + size]) for i in range(0, len(y), size)])
+        same(la, whole, case.problem.x)
+        found, expected = (one.sample(3, generator=torch.Generator().manual_seed(0)) for one in (la, whole))
+        assert_close(found, expected, "backend", label="samples")
+
+
+def test_a_loader_may_fill_its_tensors_anew() -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    x, y = torch.empty_like(case.problem.x[:2]), torch.empty_like(case.problem.y[:2])
+
+    class Refilled:
+        def __iter__(self) -> Any:
+            for i in range(0, 6, 2):
+                x.copy_(case.problem.x[i : i + 2])
+                y.copy_(case.problem.y[i : i + 2])
+                yield x, y
+
+    la, expected = case.build(), case.build()
+    la.fit(Refilled())
+    x.fill_(7)
+    expected.fit([(case.problem.x[:6], case.problem.y[:6])])
+    held(la)
+    same(la, expected, case.problem.x)
+
+
+# The side, and what turns it.
+
+
+def network(*widths: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(*widths[:2]), nn.Tanh(), nn.Linear(*widths[1:])).double()
+
+
+def data(n_data: int, width: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n_data, width, dtype=torch.float64, generator=generator)
+    return x, torch.randint(3, (n_data,), generator=generator)
+
+
+def test_the_side_of_fewer_multiplications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not is_less_work(900, 5) and is_less_work(1100, 5) and is_less_work(10_248, 4200)
+    assert not is_less_work(1100, 1100) and not is_less_work(2000, 4000)
+    model, (x, y) = network(30, 40, 3), data(900)
+    batches = [(x[i : i + 100], y[i : i + 100]) for i in range(0, 900, 100)]
+    kept, summed = (Laplace(model, "classification", "all", "full") for _ in range(2))
+    kept.fit(batches[:2])
+    assert held(kept).n_rows == 400 and "factored over 400 rows of the data, fewer than the 1,363 weights" in repr(kept)
+    assert "factored over 400 rows" in str(kept.plan(batches[:2])) and kept.plan(batches[:2]).kept_bytes < 2**20
+    assert "factored" not in str(kept.plan(batches))
+    kept.fit(batches[2:], override=False)
+    assert type(kept.fitted().curvature) is FullCurvature, "1,800 rows of 1,363 weights"
+    summed.fit(batches)
+    assert type(summed.fitted().curvature) is FullCurvature and "factored" not in repr(summed)
+    never = Laplace(model, "classification", "all", "full")
+    monkeypatch.setattr(full, "is_less_work", lambda n_params, n_rows: False)
+    never.fit(batches)
+    assert torch.equal(summed.H, never.H), "a sum that began as rows is the sum"
+    assert_close(kept.H, never.H, "algebra")
+
+
+def test_two_fits_add_up_and_fade() -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    x, y, la = case.problem.x, case.problem.y, case.build(prior_precision=0.5)
+    la.fit([(x[:4], y[:4])])
+    la.fit([(x[4:], y[4:])], override=False)
+    assert held(la).n_rows == 2 * len(y)
+    same(la, case.fit(prior_precision=0.5), x)
+    forgotten = copy.deepcopy(la)
+    forgotten.forget([(x[4:], y[4:])])
+    assert_close(forgotten.H, case.build().fit([(x[:4], y[:4])]).H, "backend")  # pyright: ignore
+    la.fit([(x[:4], y[:4])], override=False, decay=0.5)
+    whole, first = case.fit().H, case.build()
+    first.fit([(x[:4], y[:4])])
+    assert_close(la.H, 0.5 * whole + first.H, "algebra")
+
+
+def test_curvature_that_is_no_sum_of_rows_stays_a_matrix() -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    la = case.build(backend=NativeHessian, structure_kwargs={"indefinite": "clamp"})
+    la.fit(case.problem.batches(4))
+    assert type(la.fitted().curvature) is FullCurvature
+    assigned = case.fit()
+    assigned.H = assigned.H
+    assert type(assigned.fitted().curvature) is FullCurvature
+
+
+def test_sums_that_are_written_or_exchanged_are_a_matrix(tmp_path: Any) -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    la = case.build()
+    path = tmp_path / "fit.safetensors"
+    la.fit(case.problem.batches(2), resume=path, save_every=2)
+    reading = FullPass(FullCurvature, la.engine, FitOptions())
+    reading.add(case.problem.x, case.problem.y)
+    assert [tuple(tensor.shape[1:]) for tensor in reading.sums().values()] == [tuple(la.H.shape)]
+    same(la, case.fit(), case.problem.x)
+
+
+# States and copies.
+
+
+def test_states_hold_the_matrix_unless_rows_are_asked_for(tmp_path: Any) -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    for saves in (False, True):
+        la = case.fit(prior_precision=0.2, structure_kwargs={"save_rows": saves})
+        kind = RowCurvature if saves else FullCurvature
+        other = case.build(structure_kwargs={"save_rows": saves})
+        other.load_state_dict(la.state_dict())
+        la.save(tmp_path / "la.safetensors")
+        loaded = load(tmp_path / "la.safetensors", case.problem.make_model())
+        for one in (other, loaded, pickle.loads(pickle.dumps(la))):
+            assert type(one.fitted().curvature) is kind
+            same(one, la, case.problem.x)
+        same(copy.deepcopy(la), la, case.problem.x)
+        held(copy.deepcopy(la))
+        if saves:
+            with pytest.raises(UnsupportedError, match="save_rows"):
+                la.save(tmp_path / "la.safetensors", inputs=False)
+        else:
+            la.save(tmp_path / "la.safetensors", inputs=False)
+
+
+def test_moving_keeps_the_rows() -> None:
+    case = Case(catalogue.get("mlp_regression"), "full", "last_layer")
+    la = case.fit()
+    expected = la.functional_variance(case.jacobian)
+    la.to(dtype=torch.float64)
+    held(la)
+    assert_close(la.functional_variance(case.jacobian), expected, "exact")
+
+
+def test_matrices_for_which_there_is_no_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    la = case.fit()
+    monkeypatch.setattr(full, "available", lambda device: Available(1000, "a test"))
+    for ask in (lambda: la.H, lambda: la.posterior_precision, lambda: la.posterior_covariance, la.state_dict):
+        with pytest.raises(OutOfMemory, match="save_rows"):
+            ask()
+    la(case.problem.x)
+    la.sample(2)
+    la.log_marginal_likelihood()
+
+
+# What users do with a posterior.
+
+
+def few_data(problem: Problem) -> list[tuple[Tensor, Tensor]]:
+    return problem.batches(4)
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_calls_that_ask_a_posterior(weights: str) -> None:
+    """Leave-one-out, influence, refinement, tuning and draws give what the matrix gives."""
+    case = Case(catalogue.get("mlp_classification"), "full", weights)
+    x, y, loader = case.problem.x, case.problem.y, few_data(case.problem)
+    la = case.fit(4, prior_precision=0.7)
+    other = matrix(la)
+    left, expected = la.leave_one_out(loader), other.leave_one_out(loader)
+    assert_close(left.mean, expected.mean, "backend", label="left out: mean")
+    assert_close(left.covariance, expected.covariance, "backend", label="left out: covariance")
+    assert_close(la.influence(loader, x, y), other.influence(loader, x, y), "backend", label="influence")
+    for one in (la, other):
+        one.refine(loader)
+        one.optimize_prior_precision()
+    assert_close(la.mean, other.mean, "float32", label="refined")
+    assert_close(la.prior_precision, other.prior_precision, "float32", label="tuned")
+    assert_close(la(x), other(x), "float32", label="prediction")
