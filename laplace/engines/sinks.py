@@ -239,18 +239,13 @@ class KeptRows:
     """Rows whose outer products the curvature of some data is: a weighted Jacobian, or that of a head with Λ."""
 
     blocks: tuple[Block, ...]  # Of every tensor: weighted, or of a head
-    hessian: OutputHessian | None = None  # Λ of a head
+    hessian: OutputHessian | None = None  # Λ of a head, without a dense part
     first: int = 0  # Term of the first cotangent
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.blocks[0].n_data * (self.blocks[0].n_cotangents if self.hessian is None else self._n_columns)
-
-    @property
-    def _n_columns(self) -> int:
-        hessian = self.hessian
-        return 0 if hessian is None else hessian.diag.shape[1] if hessian.dense is not None else hessian.n_columns
+        return self.blocks[0].n_data * (self.blocks[0].n_cotangents if self.hessian is None else self.hessian.n_columns)
 
     @property
     def n_bytes(self) -> int:
@@ -308,7 +303,10 @@ class RowSink(FullSink):
         self._keep(blocks, None, first)
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
-        self._keep(blocks, hessian, 0)
+        if hessian.dense is None:
+            self._keep(blocks, hessian, 0)
+        else:  # whose root may not exist: expectations of Λ are positive to rounding alone
+            super().add_head(blocks, hessian)
 
     def _keep(self, blocks: Mapping[int, Block], hessian: OutputHessian | None, first: int) -> None:
         (tensors,) = self.groups

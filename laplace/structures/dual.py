@@ -500,6 +500,8 @@ class JointPrecision(DualPrecision):
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         """P⁻¹ and its root by (I + Bᵀ B)^exponent = I − Bᵀ g(I + G) B with B = √w A D^(−½)."""
         flat, dual = widened(vectors.reshape(-1, vectors.shape[-1])), self.duals[0]
+        if not len(flat):
+            return vectors.clone()
         if exponent == 1:
             product = dual.pull(dual.push(flat, self.weights), self.weights) + flat * self.prior.diagonal()
             return product.to(vectors.dtype).view(vectors.shape)
