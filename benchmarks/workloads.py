@@ -141,11 +141,11 @@ def full_ggn(device: torch.device) -> Job:
 
 def full_probit(device: torch.device) -> Job:
     """Probit predictions of 256 inputs, against one float32 product [B·C, P] × [P, P] of the Jacobian and a root."""
-    model, batches = mlp(64, 50, 50, 10, n_data=256)(device)
+    model, batches = mlp(64, 50, 50, 10)(device)
     la = work.fitted(model, batches, "all", "full")
     note = work.factorised(la, batches[0][0])
     rows, root = (torch.randn(n, _n_params(model), device=device) for n in (256 * 10, _n_params(model)))
-    return Job(lambda _: work.predict(la, batches), lambda: rows @ root, note=note)
+    return Job(lambda _: work.predict(la, batches[:1]), lambda: rows @ root, note=note)
 
 
 def _n_params(model: nn.Module) -> int:
@@ -234,6 +234,20 @@ def evidence_of_a_full_head(device: torch.device) -> Job:
     """P = 1,290; the factorisation counts, so every run has a fresh fit."""
     model, batches = mlp(64, 128, 128, 10)(device)
     return Job(evidence_steps, prepare=partial(work.fitted, model, batches, "last_layer", "full"))
+
+
+def full_head_of_few_data(device: torch.device) -> Job:
+    """Fit, evidence and probit predictions of P = 5,130 weights between the 900 rows of 100 inputs."""
+    model, batches = mlp(64, 512, 10, n_data=100, batch=50)(device)
+    rows = torch.randn(900, 900, dtype=torch.float64, device=device)
+    square = rows @ rows.T
+
+    def run(_: object) -> None:
+        la = work.fitted(model, batches, "last_layer", "full")
+        evidence_steps(la)
+        work.predict(la, batches)
+
+    return Job(run, lambda: torch.linalg.eigvalsh(square))
 
 
 def evidence_of_lenet(structure: str, device: torch.device) -> Job:
@@ -716,6 +730,9 @@ def _evidence_and_tuning() -> list[Case]:
     return [
         Case("Kron fit and evidence, MLP 784-…-10, 64 data", 0.5, "× eigh of 784²", evidence_of_few_data),
         Case("100 evidence steps, full last layer, P=1290", 0.4, "s", evidence_of_a_full_head),
+        Case(
+            "full last layer, P=5130, 100 data: fit, evidence, probit", 6, "× eigvalsh of 900²", full_head_of_few_data
+        ),
         Case("100 evidence steps, LeNet 28×28, kron", 0.02, "s", partial(evidence_of_lenet, "kron")),
         Case("100 evidence steps, LeNet 28×28, diag", 0.023, "s", partial(evidence_of_lenet, "diag")),
         Case(
