@@ -194,7 +194,7 @@ def test_running_bytes_are_those_of_the_sums_by_pairs_of_layers(structure: str) 
     """Of matrices that are large enough to be summed so; they are completed beside the sums."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6))
-    x, y = torch.randn(64, 30), torch.randint(6, (64,))
+    x, y = torch.randn(640, 30), torch.randint(6, (640,))
     la = Laplace(model, "classification", "all", structure)
     cost = STRUCTURES[structure].cost(la.engine.profile(x, y), la.structure_options)
     la.fit([(x, y)])
