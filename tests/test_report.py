@@ -258,8 +258,12 @@ def test_suspicious_labels_of_the_training_data_are_named(tmp_path: Path) -> Non
 def test_a_mixture_is_reported_beside_its_ensemble() -> None:
     la, x, y = trained("classification", 3)
     other, _, _ = trained("classification", 3)
-    found = MixtureLaplace([la, other]).report([(x, y)])
+    mixture = MixtureLaplace([la, other])
+    found = mixture.report([(x, y)], ood=[3 * x[:10]])
     assert [verdict.name for verdict in found.verdicts] == ["posterior", "ensemble"]
+    inside, outside = mixture.ood_score(x), mixture.ood_score(3 * x[:10])
+    assert found.ood["posterior"]["auroc"] == pytest.approx(float(metrics.auroc(-inside, -outside)))
+    assert set(found.ood) == {"posterior", "ensemble"}
 
 
 def test_reports_of_other_likelihoods_are_refused() -> None:
