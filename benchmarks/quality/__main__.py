@@ -1,9 +1,10 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
-    python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--keep]
+    python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
-fine-tuned transformer of `benchmarks.quality.freesolv`. With `--keep` the results are kept in results.json, in place of
+fine-tuned transformer of `benchmarks.quality.freesolv`, and `--answers` language models that answer by choices and
+labels that are bought (`language`, `acquiring`). With `--keep` the results are kept in results.json, in place of
 those of the same rows, and docs/which_method.md is written anew. Every process has one thread. Afterwards come the
 checks of what else a posterior knows, `benchmarks.quality.knows`.
 
@@ -19,12 +20,14 @@ import multiprocessing
 import platform
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.quality import freesolv, knows, page, targets
+from benchmarks.quality import acquiring, freesolv, knows, language, page, targets
 from benchmarks.quality.methods import columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import losses, paired, scores
@@ -132,6 +135,15 @@ def _in_lines(found: dict[str, Any]) -> str:
     return text.replace('{"name"', '\n{"name"').replace('{"method"', '\n{"method"') + "\n"
 
 
+def _optional(name: str, measure: Callable[..., dict[str, Any]], *, quick: bool) -> dict[str, Any]:
+    """A row by its name; nothing where a package is missing."""
+    try:
+        return {name: measure(quick=quick)}
+    except ImportError as error:
+        print(f"{name} is left out: {error}")
+        return {}
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,6 +151,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--processes", type=int, default=2, help="at a time, one thread each")
     parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer")
+    parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
     given = parser.parse_args()
     if given.quick and given.keep:
@@ -147,11 +160,11 @@ def main() -> None:
         "where": f"{platform.system()} {platform.machine()}, torch {torch.__version__}",
         "rows": run([name for name in ROWS if given.only in name], quick=given.quick, processes=given.processes),
     }
-    if given.pretrained:
-        try:
-            found["freesolv"] = freesolv.run(quick=given.quick)
-        except ImportError as error:
-            print(f"{freesolv.NAME} is left out: {error}")
+    more = {"freesolv": freesolv.run} if given.pretrained else {}
+    if given.answers:
+        more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}
+    for name, measure in more.items():
+        found |= _optional(name, measure, quick=given.quick)
     found = rounded(found)
     warnings.simplefilter("ignore", LaplaceWarning)
     torch.set_num_threads(1)
@@ -160,7 +173,8 @@ def main() -> None:
         found = merged(found)
         page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
-    for line in (*targets.lines(found), *told):
+    answered = [target for name in language.NAMES for target in language.targets(found.get(name), name)]
+    for line in (*targets.lines(found), *told, *answered, *acquiring.targets(found.get("acquiring"))):
         print(line)
 
 

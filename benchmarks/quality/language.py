@@ -6,8 +6,8 @@
   It needs the packages of `make pretrained`. The layers before have no adapters, and run once.
 
 Beside the network are a temperature, and the posterior of the adapters that `la.calibrate` chooses, on the same 200
-validation data: with the probit link, and with samples of the logits, which the targets are about. The probit link
-reads variances of single logits; adapters move several logits together.
+validation data: with the probit link, which reads variances of single logits, with samples of all logits, and with the
+one of the two links that has the smaller loss on the validation data, which the targets are about.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Batch = dict[str, Tensor]
 Outputs = Callable[[Any, Batch], Tensor]
 N_VAL, LEAST_GAP, N_SAMPLES = 200, 0.1, 200
 N_TEST = {"questions": 1000, "reactions": 500}
-MC = "calibrate, link_approx='mc'"
-QUESTIONS, REACTIONS = "questions", "reactions"
+TITLES = {"calibrate": "calibrate, the link with the smaller validation NLL"}
+LINKS = {"probit": "calibrate, probit", "mc": "calibrate, mc"}
+NAMES = QUESTIONS, REACTIONS = "questions", "reactions"
 N_SEEDS = {QUESTIONS: 5, REACTIONS: 2}
 NETWORKS = {QUESTIONS: "GPT-2 of two layers, LoRA", REACTIONS: "BERT of reactions, LoRA"}
 
@@ -140,18 +141,22 @@ def columns(network: nn.Module, outputs: Outputs, train: Batch, val: Batch, test
         NETWORK: (logits.softmax(1), ""),
         TEMPERATURE: ((logits / temperature).softmax(1), f"T = {temperature:.3g}"),
     }
-    for method, link in {CALIBRATE: "probit", MC: "mc"}.items():
-        options = {"link_approx": link, "n_samples": N_SAMPLES}
+    forecasts: dict[str, float] = {}
+    for link, method in LINKS.items():
+        options: Any = {"link_approx": link, "n_samples": N_SAMPLES}
         chosen = la.calibrate(list(batches(val)), **options)
         source = torch.Generator().manual_seed(0)
         probs = torch.cat([la(batch, generator=source, **options) for batch in batches(test)])
         predicted[method] = (probs.detach(), in_words(chosen))
+        forecasts[method] = chosen.posterior_nll
         chosen.undo()
+    best = min(forecasts, key=lambda method: forecasts[method])
+    predicted[CALIBRATE] = (predicted[best][0], f"{best}: {predicted[best][1]}")
     lost = {method: losses(probs, test["labels"]) for method, (probs, _) in predicted.items()}
     return [
         {
             "method": method,
-            "posterior": "LoRA, lowrank_kron" if method in (CALIBRATE, MC) else "",
+            "posterior": "LoRA, lowrank_kron" if method.startswith(CALIBRATE) else "",
             "chosen": words,
             **scores(probs, test["labels"]),
             "confidence": float(metrics.mean_confidence(probs)),
@@ -233,7 +238,7 @@ def run(name: str, *, quick: bool) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceWarning)
         warnings.simplefilter("ignore", FutureWarning)  # of transformers
-        language = language_model(2 if quick else 1200) if name == QUESTIONS else nn.Identity()
+        language = language_model(2 if quick else 2000) if name == QUESTIONS else nn.Identity()
         for seed in range(1 if quick else N_SEEDS[name]):
             found = of_questions(seed, language, quick=quick) if name == QUESTIONS else of_reactions(seed, quick=quick)
             splits.append(found)
@@ -254,14 +259,15 @@ def table(row: dict[str, Any] | None) -> str:
         f"| {first} | NLL | less the temperature's | ECE (floor) | confidence | accuracy |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
-    for method in (NETWORK, TEMPERATURE, CALIBRATE, MC):
+    for method in (NETWORK, TEMPERATURE, *LINKS.values(), CALIBRATE):
         nll, ece, floor, sure, right = (
             mean_and_error(values(row, method, score))
             for score in ("nll", "ece", "ece_floor", "confidence", "accuracy")
         )
         gap, error = against_temperature(row, method)
         lines.append(
-            f"| {method} | {nll[0]:.3f} ± {nll[1]:.3f} | {gap:+.3f} ± {error:.3f} | {ece[0]:.3f} ({floor[0]:.3f}) | "
+            f"| {TITLES.get(method, method)} | {nll[0]:.3f} ± {nll[1]:.3f} | {gap:+.3f} ± {error:.3f} | "
+            f"{ece[0]:.3f} ({floor[0]:.3f}) | "
             f"{sure[0]:.3f} | {right[0]:.3f} ± {right[1]:.3f} |"
         )
     return "\n".join(lines)
@@ -287,10 +293,10 @@ def targets(row: dict[str, Any] | None, name: str) -> list[Target]:
     sure, right = (mean_and_error(values(row, NETWORK, score))[0] for score in ("confidence", "accuracy"))
     ece, ours, floor = (
         mean_and_error(values(row, method, score))[0]
-        for method, score in ((NETWORK, "ece"), (MC, "ece"), (MC, "ece_floor"))
+        for method, score in ((NETWORK, "ece"), (CALIBRATE, "ece"), (CALIBRATE, "ece_floor"))
     )
-    gap, error = against_temperature(row, MC)
-    change, _ = difference(row, MC, "accuracy")
+    gap, error = against_temperature(row, CALIBRATE)
+    change, _ = difference(row, CALIBRATE, "accuracy")
     found = [
         (f"{sure - right:.3f}", sure - right >= LEAST_GAP),
         (f"{ece:.3f} → {ours:.3f}, {ours / ece - 1:+.0%}; floor {floor:.3f}", ours <= max(0.4 * ece, floor)),

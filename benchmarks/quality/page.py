@@ -1,4 +1,4 @@
-"""Writes tables of docs/which_method.md and docs/what_a_posterior_knows.md from the results beside this file.
+"""Writes the tables of docs/ that come from the results beside this file.
 
 python -m benchmarks.quality.page
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import knows
+from benchmarks.quality import acquiring, knows, language
 from benchmarks.quality.methods import (
     CALIBRATE,
     DROPOUT,
@@ -27,7 +27,10 @@ from benchmarks.quality.methods import (
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
-PAGE, KNOWS = (FOLDER.parents[1] / "docs" / name for name in ("which_method.md", "what_a_posterior_knows.md"))
+PAGE, KNOWS, LANGUAGE, PREDICTIONS = (
+    FOLDER.parents[1] / "docs" / f"{name}.md"
+    for name in ("which_method", "what_a_posterior_knows", "language_models", "predictions")
+)
 RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
 LAST = "last layer, kron"
 COLUMNS = {
@@ -337,11 +340,23 @@ def written(page: str, found: dict[str, str]) -> str:
     return text
 
 
+def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]]) -> dict[Path, dict[str, str]]:
+    """The pages and their blocks."""
+    said = "\n".join(str(target) for name in language.NAMES for target in language.targets(results.get(name), name))
+    tables = {name: language.table(results.get(name)) for name in language.NAMES}
+    return {
+        KNOWS: {"checks": knows.table(checks)},
+        PAGE: blocks(results, study),
+        LANGUAGE: {**tables, "targets": f"```text\n{said}\n```"},
+        PREDICTIONS: {"acquiring": acquiring.table(results.get("acquiring"))},
+    }
+
+
 def main() -> None:
     """Writes the pages."""
-    results, study, checks = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES, knows.RESULTS))
-    KNOWS.write_text(written(KNOWS.read_text("utf-8"), {"checks": knows.table(checks)}), "utf-8")
-    PAGE.write_text(written(PAGE.read_text("utf-8"), blocks(results, study)), "utf-8")
+    found = pages(*(json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES, knows.RESULTS)))
+    for path, parts in found.items():
+        path.write_text(written(path.read_text("utf-8"), parts), "utf-8")
 
 
 if __name__ == "__main__":

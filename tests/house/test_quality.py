@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import data, knows, methods, page, rules, scores, targets
+from benchmarks.quality import acquiring, data, knows, language, methods, page, rules, scores, targets
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
@@ -26,16 +27,15 @@ def quick() -> list[dict[str, Any]]:
     return quality.run(["iris", "sine with a gap"], quick=True, processes=1)
 
 
-def test_the_page_says_what_the_results_say() -> None:
-    text = page.PAGE.read_text("utf-8")
-    assert page.written(text, page.blocks(kept(page.RESULTS), kept(page.RULES))) == text
+def test_the_pages_say_what_the_results_say() -> None:
+    found = page.pages(*(kept(path) for path in (page.RESULTS, page.RULES, knows.RESULTS)))
+    for path, parts in found.items():
+        text = path.read_text("utf-8")
+        assert page.written(text, parts) == text, path.name
 
 
-def test_the_page_of_checks_says_what_they_say() -> None:
-    text = page.KNOWS.read_text("utf-8")
-    rows = kept(knows.RESULTS)
-    assert [row["name"] for row in rows] == [check.name for check in knows.CHECKS]
-    assert page.written(text, {"checks": knows.table(rows)}) == text
+def test_checks_are_kept() -> None:
+    assert [row["name"] for row in kept(knows.RESULTS)] == [check.name for check in knows.CHECKS]
 
 
 def test_a_check_runs() -> None:
@@ -65,6 +65,37 @@ def test_quick_rows_make_a_table(quick: list[dict[str, Any]]) -> None:
     assert line.startswith("| iris | ") and line.count(" ± .000") == len(page.COLUMNS)
     assert page.unseen(quick[:1]).splitlines()[-1].count(" ± .000") == len(page.SCORES)
     assert len(targets.targets({"rows": quick})) == 11
+
+
+def test_questions_are_answered_by_most_of_their_words() -> None:
+    batch = language.questions(50, 1.0, torch.Generator().manual_seed(0))
+    words, asked = batch["input_ids"][:, : language.LONGEST], language.WORDS.index("which?")
+    assert bool((batch["input_ids"][:, language.LONGEST] == asked).all())
+    for row, tokens, label in zip(words, batch["input_ids"], batch["labels"].tolist(), strict=True):
+        shown = {language.WORDS[i].rstrip("0123456789") for i in row[row > 0].tolist()}
+        kind = language.WORDS[int(tokens[language.LONGEST + 2 + 2 * label])]
+        assert shown == {kind}
+
+
+def test_a_language_model_answers_in_a_table() -> None:
+    pytest.importorskip("peft")
+    row = language.run(language.QUESTIONS, quick=True)
+    assert [line["method"] for line in row["splits"][0]] == [
+        methods.NETWORK, methods.TEMPERATURE, *language.LINKS.values(), methods.CALIBRATE,
+    ]  # fmt: skip
+    assert len(language.table(row).splitlines()) == 7
+    assert all(target.met is not None for target in language.targets(row, language.QUESTIONS))
+
+
+def test_labels_that_are_bought() -> None:
+    """Of two groups of inputs, one of them rare, every way reaches the goal with no more labels than there are."""
+    source = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (2000,), generator=source)
+    features = nn.functional.one_hot(labels, 3) * 2.0 + torch.randn(2000, 3, generator=source)
+    for way in acquiring.WAYS:
+        assert acquiring.FIRST <= acquiring.bought(way, features, labels, 0) <= 2000
+    row = {"labels": {"random": [900, 1000], "bald": [500, 600], "epig": [800, 900]}}
+    assert [target.met for target in acquiring.targets(row)] == [True, False]
 
 
 def test_splits_do_not_overlap_and_are_repeatable() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidInputs
@@ -104,6 +105,32 @@ def test_the_head_sees_one_position_of_every_prompt() -> None:
     model.get_output_embeddings().register_forward_hook(lambda m, args, out: shapes.append(out.shape))
     answers(model, None, CHOICES)(batch)
     assert shapes == [(4, 1, VOCABULARY)]
+
+
+class Watched(TorchDispatchMode):
+    """Remembers the largest tensor of the vocabulary's width that is no weight of the model (width 8)."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for part in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(part, Tensor) and VOCABULARY in part.shape and 8 not in part.shape:
+                self.largest = max(self.largest, part.numel())
+        return found
+
+
+def test_fit_and_prediction_hold_the_vocabulary_at_one_position() -> None:
+    """One row of the vocabulary per prompt and answer, however long the prompts are."""
+    model, (batch, _) = with_lora(llama()), prompts()
+    la = Laplace(answers(model, None, CHOICES), "classification", "all", "lowrank_kron")
+    with Watched() as watched:
+        la.fit([{**batch, "labels": torch.tensor([0, 1, 2, 0])}])
+        la(batch)
+    assert 0 < watched.largest <= len(CHOICES) * 4 * VOCABULARY
+    with Watched() as watched:
+        model(**batch)
+    assert watched.largest == 4 * 6 * VOCABULARY
 
 
 def test_several_threads_do_not_meet() -> None:

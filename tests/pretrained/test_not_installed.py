@@ -15,7 +15,15 @@ PINNED = re.compile(r"[\w-]+==[\w.]+")
 
 @pytest.mark.parametrize(
     "load",
-    [data.efficientnet, data.mnist, data.efficientnet_features, data.reaction_bert, data.freesolv, data.crepe],
+    [
+        data.efficientnet,
+        data.mnist,
+        data.efficientnet_features,
+        data.reaction_bert,
+        data.freesolv,
+        data.reactions,
+        data.crepe,
+    ],
     ids=lambda load: load.__name__,
 )
 def test_a_missing_package_is_named(load, monkeypatch):

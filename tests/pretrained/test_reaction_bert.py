@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from examples.pretrained_data import freesolv, reaction_bert, smiles_tokens
+from examples.pretrained_data import _as_smiles, freesolv, reaction_bert, reactions, smiles_tokens
 from laplace import Laplace, LowRankKronLaplace
 from tests.pretrained import lora_page
 from tests.pretrained.loading import lent, loaded
@@ -70,3 +70,18 @@ def test_the_tutorial_runs(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(lora_page.ROOT / "examples"))
     lora_page.run(small=True)
     assert "90 % interval" in capsys.readouterr().out
+
+
+def test_templates_are_written_as_smiles():
+    template = "[N;H2;D1;+0:1]-[c;H0;D3;+0:2](:[n;H1;D2;+0:3]):[c;H1;D2;+0:4].[O;H0;D1;-1:5]-[N;H0;D3;+1:6]>>[Cl;+0:7]"
+    assert _as_smiles(template) == "Nc([nH])c.[O-][N+]>>Cl"
+
+
+def test_reactions_have_words_and_classes():
+    found, classes = loaded(reactions)
+    assert len(found) == len(set(found)) == len(classes) == 21250
+    assert int(classes.min()) == 0 and int(classes.bincount().min()) > 400
+    assert all(text.count(">>") == 1 for text in found)
+    tokens = smiles_tokens(found[:500])["input_ids"]
+    unknown = smiles_tokens(["?"])["input_ids"][0, 1]
+    assert not (tokens == unknown).any()
