@@ -49,7 +49,7 @@ def bought(way: str, features: Tensor, labels: Tensor, seed: int) -> int:
     while True:
         fitted(model, features[owned], labels[owned])
         right = model(features[test]).argmax(1) == labels[test]
-        if float(right.float().mean()) >= GOAL or len(owned) >= MOST:
+        if float(right.float().mean()) >= GOAL or len(owned) >= MOST or len(rest) < STEP:
             return len(owned)
         rest = rest[torch.randperm(len(rest), generator=generator)]
         candidates = rest[:CANDIDATES]

@@ -174,7 +174,8 @@ def of_questions(seed: int, language: nn.Module, *, quick: bool) -> list[dict[st
 
     from laplace.integrations.transformers import answers
 
-    data = questions(N_QUESTIONS + N_VAL + N_TEST[QUESTIONS], 0.5, torch.Generator().manual_seed(100 + seed))
+    source = torch.Generator().manual_seed(100 + seed)
+    data = questions(N_QUESTIONS + N_VAL + (50 if quick else N_TEST[QUESTIONS]), 0.5, source)
     train, val, test = parts(data, N_QUESTIONS)
     torch.manual_seed(seed)
 

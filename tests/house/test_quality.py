@@ -88,7 +88,7 @@ def test_a_language_model_answers_in_a_table() -> None:
 
 
 def test_labels_that_are_bought() -> None:
-    """Of two groups of inputs, one of them rare, every way reaches the goal with no more labels than there are."""
+    """Of three groups that are easy to tell apart every way ends with the goal, or with the pool."""
     source = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (2000,), generator=source)
     features = nn.functional.one_hot(labels, 3) * 2.0 + torch.randn(2000, 3, generator=source)
