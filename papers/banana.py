@@ -283,7 +283,15 @@ def claims() -> list[Claim]:
             lower(item, where, "NLL", "GLM", "nn"),
             lower(item, where, "NLL", "GLM diag", "nn diag"),
             lower(item, where, "std far", "MAP", "GLM"),
-            lower(item, where, "std far", mean_field_name, "GLM", note=UNDERFITS if n_layers > 1 else ""),
+            lower(
+                item,
+                where,
+                "std far",
+                mean_field_name,
+                "GLM",
+                note=UNDERFITS if n_layers > 1 else "",
+                cause="baseline" if n_layers > 1 else "",
+            ),
             grows(item, where),
         ]
     found += [
@@ -294,7 +302,7 @@ def claims() -> list[Claim]:
         deeper("std", "MAP", 3, 2, "figure B.5", "three layers are more confident"),
         deeper("NLL", "nn diag", 2, 3, "figure B.5", "three layers make sampled weights fail"),
         deeper("NLL", FITS, 2, 3, "figure B.5", "three layers of 50 units are hard to fit"),
-        lower("figure B.5", depth(3), "NLL", NARROW, FITS, note=UNDERFITS),
+        lower("figure B.5", depth(3), "NLL", NARROW, FITS, note=UNDERFITS, cause="baseline"),
     ]
     where, item = depth(REFINED_LAYERS), "figure B.3"
     found += [

@@ -266,7 +266,16 @@ def claims() -> list[Claim]:
         for measure in ("training", "prediction"):
             text = f"{DIGITS}: {measure} of {rival} > 2 × MAP"
             note = SHORT_STEPS if (rival, measure) == ("CSGHMC", "training") else ""
-            found.append(Claim("figure 5", text, partial(_above, rival, measure, 2), "two to five times", note))
+            found.append(
+                Claim(
+                    "figure 5",
+                    text,
+                    partial(_above, rival, measure, 2),
+                    "two to five times",
+                    note,
+                    "baseline" if note else "",
+                )
+            )
     for measure, times, text in (("training", 1.25, "almost twice"), ("prediction", 10, "more than ten times")):
         statistic = partial(_above, "SWAG", measure, times)
         found.append(Claim("figure 5", f"{DIGITS}: {measure} of SWAG > {times} × MAP", statistic, text))

@@ -42,7 +42,7 @@ from protocol.choices import (
     kron,
     names,
 )
-from protocol.claims import Claim
+from protocol.claims import Cause, Claim
 from protocol.data import Part, digits, noisy, rotated
 from protocol.measures import classification, detection
 from protocol.networks import cnn, mlp
@@ -227,6 +227,7 @@ def average(scores: Scores, conditions: Iterable[str], methods: Sequence[str], m
 def better(
     item: str, text: str, measure: str, first: Sequence[str], second: Sequence[str],
     conditions: Sequence[str] = CONDITIONS, theirs: str = "", margin: float = 0.0, note: str = "",
+    cause: Cause = "",
 ) -> Claim:  # fmt: skip
     """The first methods have a better mean than the second, or one that is worse by less than the margin."""
     sign = 1 if measure in ("accuracy", "AUROC") else -1
@@ -235,7 +236,7 @@ def better(
         difference = average(scores, conditions, first, measure) - average(scores, conditions, second, measure)
         return sign * difference + margin
 
-    return Claim(item, f"{measure}: {text}", statistic, theirs, note)
+    return Claim(item, f"{measure}: {text}", statistic, theirs, note, cause)
 
 
 PLAIN, AUGMENTED = CONDITIONS[::2], CONDITIONS[1::2]
@@ -283,7 +284,9 @@ def claims_of_structures() -> list[Claim]:
     for measure, (first, second) in product(("NLL", "AUROC"), pairs):
         methods = [names(structure=(each,), curvature=("GGN",)) for each in (first, second)]
         note = UNDERCONFIDENT if measure == "NLL" else ""
-        made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1], note=note))
+        made.append(
+            better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1], note=note, cause="data")
+        )
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
     return [
         *made,

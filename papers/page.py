@@ -89,7 +89,7 @@ def claims(report: Report) -> str:
     notes = []
     for row in report.claims:
         mark = ""
-        if row.note:
+        if row.note and row.verdict != "holds":
             if row.note not in notes:
                 notes.append(row.note)
             mark = f" ({notes.index(row.note) + 1})"

@@ -133,8 +133,9 @@ def lower(
     better: str,
     worse: str,
     theirs: str = "",
-    note: str = "",
+    note: str | Callable[[Records], str] = "",
     margin: float = 0,
+    cause: Cause = "",
 ) -> Claim:
     """`better` has a smaller `measure` than `worse`, or one that is larger by less than `margin`."""
 
@@ -142,7 +143,7 @@ def lower(
         return scores[condition, worse, measure] - scores[condition, better, measure] + margin
 
     relation = "<" if margin == 0 else f"< {margin:g} +"
-    return Claim(item, f"{condition}: {measure} of {better} {relation} {worse}", statistic, theirs, note)
+    return Claim(item, f"{condition}: {measure} of {better} {relation} {worse}", statistic, theirs, note, cause)
 
 
 def higher(
@@ -152,8 +153,9 @@ def higher(
     better: str,
     worse: str,
     theirs: str = "",
-    note: str = "",
+    note: str | Callable[[Records], str] = "",
     margin: float = 0,
+    cause: Cause = "",
 ) -> Claim:
     """`better` has a larger `measure` than `worse`, or one that is smaller by less than `margin`."""
 
@@ -161,7 +163,7 @@ def higher(
         return scores[condition, better, measure] - scores[condition, worse, measure] + margin
 
     relation = ">" if margin == 0 else f"> −{margin:g} +"
-    return Claim(item, f"{condition}: {measure} of {better} {relation} {worse}", statistic, theirs, note)
+    return Claim(item, f"{condition}: {measure} of {better} {relation} {worse}", statistic, theirs, note, cause)
 
 
 def orders(
