@@ -40,8 +40,8 @@ MEASURES = ("accuracy", "NLL", "ECE", "AUROC")
 N_BARS = 8
 PROTOCOL = """5,000 noisy glyphs of seven digits stand in for FMNIST, whose numbers are in brackets, other images for
 MNIST; 3,000 are for tests, 500 of every other kind. The MLP has four hidden tanh layers, as the paper's, of 48 to 16
-units (9,800 weights), the CNN two convolutions and a hidden layer (6,200). A network for each of 3 prior precisions
-from 0.5 to 4, where MAP is still over-confident (the paper: 16 from 0.01 to 1,000, of 60,000 data), 60 epochs of Adam;
+units (9,800 weights), the CNN two convolutions and a hidden layer (6,200). A network for each of 4 prior precisions
+from 0.3 to 4, where MAP is still over-confident (the paper: 16 from 0.01 to 1,000, of 60,000 data), 60 epochs of Adam;
 posteriors and MAP choose theirs on 1,000 validation data. "damped" is the posterior of Ritter et al. (2018) with
 factors that are means over the data, "damped (sums)" with sums, as in equation A.4; "GP" a Gaussian process of 400
 random data, of the network that is best for MAP, its prior precision times N/M times ¼, 1, 4 or 16 by validation data,
@@ -79,7 +79,7 @@ class Settings:
     widths: tuple[int, ...] = (48, 32, 24, 16)
     n_channels: int = 8
     n_epochs: int = 60
-    precisions: tuple[float, ...] = (0.5, 2.0, 4.0)
+    precisions: tuple[float, ...] = (0.3, 1.0, 2.0, 4.0)
     subsets: tuple[int, ...] = (50, 400)
     factors: tuple[float, ...] = (0.25, 1.0, 4.0, 16.0)
     n_networks: int = 50
