@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace import MixtureLaplace
+from laplace import Laplace, MixtureLaplace
 from laplace.metrics import mean_confidence
 from protocol.baselines.ensemble import deep_ensemble
 from protocol.corruptions import CORRUPTIONS, SEVERITIES, corrupted
@@ -16,6 +16,7 @@ from protocol.data import digits
 from protocol.measures import classification
 from protocol.mola.costs import mebibytes
 from protocol.mola.methods import (
+    BATCH,
     LARGEST,
     MethodSettings,
     by_number,
@@ -36,7 +37,7 @@ SHORT = Training(5, 32, 1e-2)
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return corrupted_task(DataSettings(200, 100, 40), 0)
+    return corrupted_task(DataSettings(300, 100, 40, noise=0.05, warp=0.1), 0)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,23 @@ def test_prior_precision_is_the_smallest_that_is_confident_enough(task: Task, ne
     grid = torch.logspace(-4, 3, 8).tolist()
     assert chosen == pytest.approx(min(each for each in grid if confidence(each) >= wanted))
     assert tune(mixture, validation, 0.9999, 8) == LARGEST
+
+
+def test_factors_are_running_averages_of_all_data(task: Task, networks) -> None:
+    data, x = task.parts.train, task.parts.test.x
+    (whole,) = last_layers(networks[:1], data, average=1.0)
+    once = Laplace(networks[0], "classification", "last_layer", "kron", damping="mean")
+    once.fit([(data.x, data.y)])
+    torch.testing.assert_close(whole(x), once(x))
+    (recent,) = last_layers(networks[:1], data, average=0.5)
+    n_late = len(data) - 2 * BATCH  # of three batches
+    assert recent.n_data == pytest.approx(0.75 * BATCH + n_late)
+    assert float(recent.temperature) == pytest.approx(recent.n_data / len(data))
+    outputs = []
+    for part in (data[:BATCH], data[BATCH : 2 * BATCH], data[2 * BATCH :]):
+        once.fit([(part.x, part.y)])
+        outputs.append(once.H.kfacs[0][0])
+    torch.testing.assert_close(recent.H.kfacs[0][0], 0.25 * outputs[0] + 0.5 * outputs[1] + outputs[2])
 
 
 def test_methods_predict_everything(task: Task, networks) -> None:

@@ -28,6 +28,8 @@ from protocol.training import Training
 
 CHUNK = 1000
 LARGEST = 1e3
+AVERAGE, BATCH = 0.95, 128
+"""β and the batches of algorithm 1; the paper does not say which β it took."""
 STRUCTURES: tuple[StructureName, ...] = ("diag", "kron", "full")
 Link = Literal["mc", "probit"]
 LINKS: tuple[Link, ...] = ("mc", "probit")
@@ -121,12 +123,23 @@ def _report(prior_precision: float, wanted: float) -> dict[str, float]:
 
 
 def last_layers(
-    networks: Sequence[nn.Module], data: Part, structure: StructureName = "kron"
+    networks: Sequence[nn.Module], data: Part, structure: StructureName = "kron", average: float = AVERAGE
 ) -> list[ParametricLaplace]:
-    """Fitted last-layer posteriors of trained networks."""
-    made = [from_names(model, "classification", "last_layer", structure) for model in networks]
+    """Fitted last-layer posteriors of trained networks.
+
+    Kronecker factors are those of algorithm 1: running averages over batches, as if of all N data, and damped; but the
+    averages do not begin at zero.
+    """
+    if structure != "kron":
+        made = [from_names(model, "classification", "last_layer", structure) for model in networks]
+        for la in made:
+            la.fit([(data.x, data.y)])
+        return made
+    made = [from_names(model, "classification", "last_layer", structure, damping="mean") for model in networks]
     for la in made:
-        la.fit([(data.x, data.y)])
+        for batch in zip(data.x.split(BATCH), data.y.split(BATCH), strict=True):
+            la.fit([batch], override=False, decay=average)
+        la.temperature = la.n_data / len(data)
     return made
 
 

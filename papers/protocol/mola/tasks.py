@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace.metrics import maximum_calibration_error
 from protocol.corruptions import CORRUPTIONS, SEVERITIES, corrupted
-from protocol.data import Part, Split, digits, noisy, other_images, rotated, split
+from protocol.data import Part, Split, digits, glyphs, noisy, other_images, rotated, split
 from protocol.measures import classification, detection
 
 Predict = Callable[[Tensor], Tensor]
@@ -68,24 +68,29 @@ def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How many data, and their noise.
+    """How many data, and how hard they are.
 
     Attributes:
         n_train: Images to train on.
         n_validation: Images to tune on.
         n_test: Images to test on, at most.
         noise: Standard deviation of the noise of every image, in units of the brightest pixel.
+        warp: How far glyphs are moved and turned.
+        size: Their pixels, in a row.
     """
 
-    n_train: int = 700
-    n_validation: int = 450
-    n_test: int = 400
-    noise: float = 0.2
+    n_train: int = 2000
+    n_validation: int = 1000
+    n_test: int = 600
+    noise: float = 0.15
+    warp: float = 0.5
+    size: int = 8
 
 
-def noisy_digits(how: DataSettings, path: Path | None, generator: torch.Generator) -> Split:
-    """Digits, every one with noise of its own that it keeps."""
-    data = digits(path)
+def noisy_digits(how: DataSettings, seed: int, path: Path | None, generator: torch.Generator) -> Split:
+    """Glyphs, or the digits of a path, every one with noise of its own that it keeps."""
+    n_images = how.n_train + how.n_validation + how.n_test
+    data = glyphs(n_images, how.size, seed=seed, warp=how.warp) if path is None else digits(path)
     parts = split(data, (how.n_train / len(data), how.n_validation / len(data)), generator)
     train, validation, test = (
         Part(noisy(part.x, how.noise, generator), part.y)
@@ -95,17 +100,17 @@ def noisy_digits(how: DataSettings, path: Path | None, generator: torch.Generato
 
 
 def rotated_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
-    """In place of MNIST-R: test digits rotated by up to 180 degrees."""
+    """In place of MNIST-R: test glyphs rotated by up to 180 degrees."""
     generator = torch.Generator().manual_seed(seed)
-    parts = noisy_digits(how, path, generator)
+    parts = noisy_digits(how, seed, path, generator)
     shifts = {angle: [rotated(parts.test.x, angle)] for angle in ANGLES}
     return Task("rotated", parts, shifts, other_images(parts.test.x, generator))
 
 
 def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
-    """In place of CIFAR-10-C: test digits with eight corruptions at five severities."""
+    """In place of CIFAR-10-C: test glyphs with eight corruptions at five severities."""
     generator = torch.Generator().manual_seed(seed)
-    parts = noisy_digits(how, path, generator)
+    parts = noisy_digits(how, seed, path, generator)
     shifts = {
         severity: [corrupted(parts.test.x, name, severity, generator) for name in CORRUPTIONS]
         for severity in SEVERITIES
