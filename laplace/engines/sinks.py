@@ -262,7 +262,7 @@ class KeptRows:
         if self.hessian is None:
             return Jacobian(self.blocks)
         root = self.hessian.wide().root()[:, :, None, None]
-        heads = unrotated([block for block in self.blocks if isinstance(block, Head)])
+        heads = unrotated(self.blocks)
         inputs = [None if head.is_bias else head.features[:, None, None].to(root) for head in heads]
         return Jacobian(tuple(OuterBlock(a, root) for a in inputs))
 
@@ -272,7 +272,7 @@ class KeptRows:
         if self.hessian is None:
             running.add_blocks(self.blocks, n_terms, self.first, like)
         else:
-            heads = unrotated([block for block in self.blocks if isinstance(block, Head)])
+            heads = unrotated(self.blocks)
             running.add_head(heads, self.hessian, n_terms, like)
 
     def state(self) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def as_head(block: Block) -> Head | None:
     return block if isinstance(block, Head) else None
 
 
-def unrotated(blocks: Sequence[Head]) -> list[HeadBlock]:
+def unrotated(blocks: Sequence[Block]) -> list[HeadBlock]:
     """The blocks of a head in the basis of its outputs."""
     heads = all_of(HeadBlock, blocks)
     if heads is None:
