@@ -408,6 +408,7 @@ class Predicting(ABC):
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: Another name, no training data where they are needed, or some where they are not.
+            InvalidType: x is None or a number, or the training data are no loader.
             InvalidData: There are no inputs, or they lead to numbers that are not finite.
             ModelChangedError: The network was trained further after `fit`.
             UnsupportedError: A score that this likelihood does not have; outputs with positions, for distances of

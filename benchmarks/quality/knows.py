@@ -197,7 +197,7 @@ def datamodelling(seed: int, n_halves: int = N_HALVES) -> Figures:
         scores = la.influence([(x, y)], queries, targets, **options)
         found[name] = float(influence.spearman(losses, -halves @ scores.scores.T).mean())
         if "rank" in options:
-            found["kept"] = scores.kept
+            found[f"kept at rank {options['rank']}"] = scores.kept
         if structure == "matrix_free":
             found["residual"] = la.solve_reports["solutions"].residual
     return found
@@ -214,7 +214,8 @@ def beside_kronfluence(seed: int) -> Figures:
     """Correlations of all scores of 600 digits on 100 queries with those of kronfluence, at the same damping.
 
     Its curvature is the empirical Fisher, or that of sampled labels, one for every input, where this library has the
-    GGN. A bias is part of its layer's weight there, and a tensor of its own here; without biases r is 1.00000.
+    GGN. A bias is part of its layer's weight there, and a tensor of its own here, so that both are compared without
+    biases too.
     """
     from examples import influence
 
@@ -228,21 +229,34 @@ def beside_kronfluence(seed: int) -> Figures:
             pixels[order[600:700]],
             labels[order[600:700]],
         )
-        torch.manual_seed(seed)
-        model = make()
-        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for _ in range(150):
-            optimizer.zero_grad()
-            decay = torch.stack([tensor.square().sum() for tensor in model.parameters()]).sum()
-            (nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * decay).backward()
-            optimizer.step()
-        ours = partial(_ekfac_scores, model, (x, y), (queries, targets))
-        theirs = partial(_kronfluence, model, (x, y), (queries, targets), 1.0 / len(y))
-        found[f"{name}, empirical Fisher"] = correlation(ours(NativeEF), theirs(empirical=True))
-        sampled = theirs(empirical=False)
-        found[f"{name}, labels sampled there"] = correlation(ours(NativeGGN), sampled)
-        found[f"{name}, their own of two seeds"] = correlation(sampled, theirs(empirical=False, seed=1))
+        for biases in ("", ", no biases"):
+            torch.manual_seed(seed)
+            model = _trained(make() if not biases else _without_biases(make()), x, y)
+            ours = partial(_ekfac_scores, model, (x, y), (queries, targets))
+            theirs = partial(_kronfluence, model, (x, y), (queries, targets), 1.0 / len(y))
+            found[f"{name}, empirical Fisher{biases}"] = correlation(ours(NativeEF), theirs(empirical=True))
+            if not biases:
+                sampled = theirs(empirical=False)
+                found[f"{name}, labels sampled there"] = correlation(ours(NativeGGN), sampled)
+                found[f"{name}, their own of two seeds"] = correlation(sampled, theirs(empirical=False, seed=1))
     return found
+
+
+def _without_biases(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if getattr(module, "bias", None) is not None:
+            module.register_parameter("bias", None)
+    return model
+
+
+def _trained(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        decay = torch.stack([tensor.square().sum() for tensor in model.parameters()]).sum()
+        (nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * decay).backward()
+        optimizer.step()
+    return model
 
 
 def correlation(one: Tensor, other: Tensor) -> float:

@@ -112,15 +112,17 @@ class DrawnFunction(nn.Module):
         forward passes then, whatever the size of the batch. One by one it is three, and more of a small network.
 
         Args:
-            functions: At least one.
+            functions: At least one, of `la.draw`.
             x: Inputs, as of each of them.
 
         Raises:
-            InvalidArgument: No function.
+            InvalidArgument: No function, or something else among them.
             UnsupportedError: An operation of the network has no derivative in a direction.
         """
-        if not isinstance(functions, Sequence) or not functions:
-            raise InvalidArgument(f"functions={functions!r}; give those of la.draw(n), one at least.")
+        given = functions if isinstance(functions, Sequence) else ()
+        if not given or not all(isinstance(function, DrawnFunction) for function in given):
+            kinds = [type(function).__name__ for function in given] or type(functions).__name__
+            raise InvalidArgument(f"functions are {kinds}; a list of those of la.draw(n) is accepted, one at least.")
         first = functions[0]
         if len(functions) > 1 and all(function.network is first.network for function in functions):
             steps = {

@@ -156,8 +156,8 @@ class Answers(nn.Module):
             raise InvalidInputs("answers take a mapping with input_ids [B, T] and attention_mask [B, T].")
         given = {name: value for name, value in inputs.items() if name != "labels"}
         tokens, mask = given["input_ids"], given.get("attention_mask")
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-            raise InvalidInputs(f"input_ids of shape {list(getattr(tokens, 'shape', []))}; [B, T] is accepted.")
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.shape[1]:
+            raise InvalidInputs(f"input_ids of shape {list(getattr(tokens, 'shape', []))}; [B, T], T > 0, is accepted.")
         if mask is None:
             self._require_no_pads(tokens)
             mask = torch.ones_like(tokens)
@@ -211,7 +211,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _tokens_of(tokenizer: Any, choices: Sequence[str | int]) -> list[int]:
-    if isinstance(choices, str) or len(choices) < 2:
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or len(choices) < 2:
         raise InvalidArgument(f"choices={choices!r}; give two answers or more, such as ['A', 'B'].")
     tokens: list[int] = []
     for choice in choices:

@@ -13,7 +13,6 @@ know, so that near copies are not chosen twice (Kirsch et al., 2019).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
-from laplace.errors import InvalidArgument, InvalidData, InvalidType
+from laplace.errors import InvalidArgument, InvalidData
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import jacobians
@@ -109,10 +108,8 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, name: str, progres
     likelihood, engine, hypers = posterior.likelihood, posterior.engine, posterior.hypers
     scale = widened(likelihood.curvature_scale("ggn", hypers.sigma_noise, hypers.temperature).detach()).sqrt()
     parts = []
-    if pool is None or isinstance(pool, Number):
-        raise InvalidType(f"{name}={pool!r}; give a tensor, tuple or mapping of inputs, or a loader of batches.")
     bar = DataBar(f"acquire, {name}", pool, shown=progress_bar)
-    for x in in_parts(pool):
+    for x in in_parts(pool, name):
         for jacobian, f in jacobians(engine, x, None, create_graph=False):
             require_none(jacobian.positions, "la.acquire", "Score inputs by la.predict(x).mutual_information")
             step = posterior.refined_step

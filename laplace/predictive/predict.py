@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Number, Real
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
-from laplace.errors import ApproximationWarning, GradientWarning, InvalidArgument, UnsupportedError, warn
+from laplace.errors import (
+    ApproximationWarning,
+    GradientWarning,
+    InvalidArgument,
+    InvalidType,
+    UnsupportedError,
+    warn,
+)
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
@@ -43,8 +50,10 @@ _AT_ONCE = 500
 """Inputs of a tensor that are predicted at once."""
 
 
-def in_parts(x: Any, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
+def in_parts(x: Any, name: str, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
     """The inputs of a loader, or of a tensor, tuple or mapping, a few hundred at a time."""
+    if x is None or isinstance(x, Number):
+        raise InvalidType(f"{name}={x!r}; give a tensor, tuple or mapping of inputs, or a loader of batches.")
     for part in (batches.inputs(batch) for batch in x) if is_loader(x) else (x,):
         count = batches.size(part, "")
         for start in range(0, count, at_once):

@@ -131,7 +131,8 @@ def _few(solved: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor, float
     values, vectors = torch.linalg.eigh(inverse.unsqueeze(1) * 0.5 * (inner + inner.T) * inverse)
     chosen = vectors[:, -rank:]
     combined = (inverse.unsqueeze(1) * chosen).to(solved).T @ solved
-    return combined, (size.unsqueeze(1) * chosen).to(solved), float(values[-rank:].sum() / values.sum())
+    kept = values[-rank:].sum() / values.sum() if bool((size > 0).any()) else 1.0  # nothing to lose
+    return combined, (size.unsqueeze(1) * chosen).to(solved), float(kept)
 
 
 def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, Tensor]:
@@ -208,7 +209,7 @@ class _Gradients:
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
                 x, y, counts = self.counted(item)
-                values = widened(self.posterior.expansion_point.new_zeros(n_rows, len(counts)))
+                values = self.posterior.expansion_point.new_zeros(n_rows, len(counts))
                 if len(y):
                     found = measure(*self.of_batch(x, y))
                     values = values.to(found)

@@ -176,7 +176,7 @@ def ood_score(
     ranking = Ranking.of(group, names, train_loader, n_samples, generator, progress_bar=progress_bar)
     parts: list[tuple[dict[str, Tensor], tuple[int, ...]]] = []
     bar = DataBar("ood_score", x, shown=progress_bar)
-    for number, some in enumerate(in_parts(x, ranking.at_once)):
+    for number, some in enumerate(in_parts(x, "x", ranking.at_once)):
         with named(f"part {number} of x"):
             parts.append(ranking.scores(some))
         bar.add(batches.size(some, ""))
@@ -239,7 +239,7 @@ class Ranking:
             prediction = Prediction(
                 tuple(part.prediction for part in parts if part.prediction is not None),
                 self.weights.to(parts[0].network),
-                choice=lambda: torch.multinomial(self.weights, self.n_samples, True, generator=draws()),
+                choice=lambda: torch.multinomial(self.weights.cpu(), self.n_samples, True, generator=draws()),
                 as_rows=True,
             )
             distances = [part.distance for part in parts if part.distance is not None]
@@ -370,8 +370,11 @@ def _with_evidence(group: PosteriorGroup) -> PosteriorGroup:
     result = Search(EvidenceObjective(start), coordinates, options).run()
     report(result)
     tuned = start.assigned(**result.values_of(("prior_precision",)))
-    pairs = zip(group.posteriors, tuned, strict=True)
-    return replace(group, posteriors=tuple(one.knowing(by_evidence=at.hypers.detached()) for one, at in pairs))
+    found = (
+        one if one.require_fitted().by_evidence is not None else one.knowing(by_evidence=at.hypers.detached())
+        for one, at in zip(group.posteriors, tuned, strict=True)
+    )  # fmt: skip
+    return replace(group, posteriors=tuple(found))
 
 
 # Features of the last layer.

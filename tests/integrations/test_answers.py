@@ -209,6 +209,8 @@ def test_choices_are_tokens() -> None:
         (["aa", "ab"], "begin alike"),
         ([True, 2], "hold True"),
         ([1.5, 2], "hold 1.5"),
+        (None, "two answers or more"),
+        ({"a", "b"}, "two answers or more"),
     ],
 )
 def test_wrong_choices_are_refused(choices: Any, message: str) -> None:
@@ -233,6 +235,7 @@ TOKENS = torch.tensor([[1, 4, 5], [2, 6, PAD]])
     [
         (torch.zeros(2, 3), "a mapping with input_ids"),
         ({"input_ids": TOKENS[0]}, r"of shape \[3\]"),
+        ({"input_ids": TOKENS[:, :0]}, r"of shape \[2, 0\]"),
         ({"input_ids": TOKENS}, "no attention_mask"),
         ({"input_ids": TOKENS.flip(1)}, "no attention_mask"),
         ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 4)}, r"of shape \[2, 4\]; \[2, 3\]"),

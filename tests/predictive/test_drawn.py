@@ -213,6 +213,10 @@ def test_bad_input_is_refused() -> None:
         Laplace(nn.Linear(2, 2), "regression", "all", "diag").draw(1)
     with pytest.raises(InvalidArgument, match="functions"):
         DrawnFunction.stacked([], X)
+    others: list[tuple[Any, str]] = [([1], "int"), ([la.draw(1)[0], 1], "int"), ("ab", "str"), (None, "NoneType")]
+    for other, kind in others:
+        with pytest.raises(InvalidArgument, match=f"functions are .*{kind}"):
+            DrawnFunction.stacked(other, X)
     for call in (la.draw(1)[0], lambda x: DrawnFunction.stacked(la.draw(2), x)):
         with pytest.raises(InvalidData, match="do not fit the network"):
             call(torch.zeros(3, 5).double())

@@ -127,6 +127,27 @@ def test_few_combinations_of_the_queries_are_the_best_ones(structure: str) -> No
     assert torch.equal(la.influence(*asked, rank=6).scores, whole.scores) and whole.kept == 1.0
 
 
+def test_queries_without_a_gradient_lose_nothing() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.data.zero_()
+    model.bias.data = torch.tensor([0.0, 800.0])
+    x, y = torch.randn(6, 2), torch.ones(6, dtype=torch.long)
+    la = Laplace(model, "classification", "all", "full")
+    la.fit([(x, y)])
+    found = la.influence([(x, y)], x, y, rank=2)
+    assert found.kept == 1.0
+    assert not found.scores.any()
+
+
+def test_a_batch_of_ignored_labels_keeps_the_precision() -> None:
+    model, x, y = nn.Linear(2, 2), torch.randn(6, 2), torch.arange(6) % 2
+    la = Laplace(model, "classification", "all", "kron")
+    la.fit([(x, y)])
+    scores = la.influence([(x[:2], torch.full((2,), -100)), (x, y)], x, y).scores
+    assert scores.dtype == la.influence([(x, y)], x, y).scores.dtype == torch.float32
+    assert not scores[:, :2].any()
+
+
 def test_damping_is_another_prior_precision() -> None:
     problem = catalogue.get("mlp_classification")
     la, other = fitted(problem), fitted(problem)

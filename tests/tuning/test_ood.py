@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace, MixtureLaplace
-from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.errors import (
+    InvalidArgument,
+    InvalidData,
+    InvalidType,
+    ModelChangedError,
+    NotFittedError,
+    UnsupportedError,
+)
 from laplace.tuning import ood
 from laplace.tuning.ood import METHODS
 from tests import grid
@@ -409,6 +416,15 @@ def test_a_mixture_is_scored_as_one_prediction() -> None:
 # Errors.
 
 
+def test_a_mixture_leaves_what_its_parts_were_tuned_to() -> None:
+    first, second = fitted("all", "diag"), fitted("all", "kron")
+    first.optimize_prior_precision()
+    scores = first.ood_score(others())
+    MixtureLaplace([first, second]).ood_score(others())
+    assert torch.equal(first.ood_score(others()), scores)
+    assert second.snapshot().require_fitted().by_evidence is not None
+
+
 def test_bad_input_is_refused() -> None:
     la, (x, y), star = fitted(), data(), others()
     wrong: list[tuple[type[Exception], str, Any]] = [
@@ -420,6 +436,8 @@ def test_bad_input_is_refused() -> None:
         (InvalidArgument, "n_samples", lambda: la.ood_score(star, n_samples=0)),
         (InvalidData, "no data", lambda: la.ood_score(star, "mahalanobis", train_loader=[])),
         (InvalidData, "no inputs", lambda: la.ood_score([])),
+        (InvalidType, "x=None; give a tensor", lambda: la.ood_score(None)),
+        (InvalidType, "x=3; give a tensor", lambda: la.ood_score(3)),
         (InvalidData, "NaN", lambda: la.ood_score(star / 0, "energy")),
         (InvalidData, "NaN", lambda: la.ood_score(star / 0)),
         (InvalidData, "same", lambda: la.ood_score(star, "mahalanobis", train_loader=[(0 * x, y)])),
