@@ -130,6 +130,11 @@ class Jacobian:
         """Features φ of a head, `[B, D]`, with a 1 for the bias."""
         return torch.cat([block.features for block in self.blocks if isinstance(block, HeadBlock)], 1)
 
+    def last_layer_inputs(self) -> Tensor | None:
+        """Inputs of the layer whose outputs are the network's, `[B, D]`; None where its weight is not among these."""
+        weights = [block for block in self.blocks if isinstance(block, HeadBlock) and not block.is_bias]
+        return weights[0].features if len(weights) == 1 and not self.positions else None
+
     def head_places(self) -> Tensor:
         """The place of every (output, feature) of a head among the weights, `[C, D]`."""
         places: list[Tensor] = []

@@ -28,8 +28,6 @@ from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, drawn_seed, standard_normal
 from laplace.engines.engine import outputs
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.heads import HeadBlock
-from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, preserve_model
 from laplace.posterior.features import FeatureStatistics, FeatureSums
@@ -330,7 +328,7 @@ def _linearised(posterior: Posterior, x: Inputs, *, covariances: bool) -> tuple[
         with closing(pieces):
             for jacobian, f in pieces:
                 network.append(f)
-                features.append(_head_features(jacobian))
+                features.append(jacobian.last_layer_inputs())
                 yield jacobian, f
 
     precision = posterior.predictive_precision()
@@ -441,12 +439,6 @@ def _features(posterior: Posterior, x: Inputs, layer: str | None) -> tuple[Tenso
     with preserve_model(posterior.model):
         extractor = FeatureExtractor(posterior.model, layer, feature_reduction=reduction, forward_fn=posterior.call)
         return extractor.forward_with_features(x)
-
-
-def _head_features(jacobian: Jacobian) -> Tensor | None:
-    """Features of a last layer whose outputs are the network's, as the Jacobian by its weight shows them."""
-    heads = [block for block in jacobian.blocks if isinstance(block, HeadBlock) and not block.is_bias]
-    return heads[0].features if len(heads) == 1 and not jacobian.positions else None
 
 
 def _checked_features(features: Tensor, n_rows: int) -> Tensor:
