@@ -507,14 +507,19 @@ class RowCurvature(FullCurvature):
             return Rows.of([(part.jacobian(), part.first) for part in self.parts], self.terms)
 
     @cached_property
-    def head(self) -> tuple[Tensor, Tensor] | None:
-        """Features `[N, D]` and roots of Λ `[N, K, C]` of a head, float64; None of other weights."""
+    def head(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Features Φ = Tᵀ Qᵀ of a head, as Q `[D, n]` and T `[n, N]`, and roots of Λ `[N, K, C]`, float64.
+
+        None of other weights. Q is orthonormal: coordinates in it keep the digits that kernels between data which
+        repeat lose.
+        """
         hessians = [part.hessian for part in self.parts if part.hessian is not None]
         if len(hessians) < len(self.parts):
             return None
         with torch.no_grad(), kept_for_later():
             features = torch.cat([widened(Jacobian(part.blocks).head_features()) for part in self.parts])
-            return features, torch.cat([hessian.wide().root().permute(1, 0, 2) for hessian in hessians])
+            basis, triangle = torch.linalg.qr(features.T)
+            return basis, triangle, torch.cat([hessian.wide().root().permute(1, 0, 2) for hessian in hessians])
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> RowPrecision:
         return RowPrecision((self.rows,), weights, prior, weights.dtype, self)
@@ -593,37 +598,34 @@ class RowPrecision(JointPrecision):
     curvature: RowCurvature  # H
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        by_features = jacobian.is_head and self.curvature.head is not None and self.prior.is_constant_per_tensor
-        if form != "diagonal" or not by_features:
+        head = self.curvature.head if jacobian.is_head and self.prior.is_constant_per_tensor else None
+        if form != "diagonal" or head is None:
             return super().variance(jacobian, form)
-        features = widened(jacobian.head_features())
-        step = max(1, CHUNK_BYTES // (DOUBLE * self._known.shape[1]))
-        return torch.cat([self._of_head(rows) for rows in features.split(step)]).to(jacobian.summed_in(self.dtype))
+        features, basis = widened(jacobian.head_features()), head[0]
+        step = max(1, CHUNK_BYTES // (DOUBLE * basis.shape[1]))
+        variances = torch.cat([self._of_head(rows, basis) for rows in features.split(step)])
+        return variances.to(jacobian.summed_in(self.dtype))
 
-    def _of_head(self, features: Tensor) -> Tensor:
-        """k(φ, φ) − k(φ, Φ) M_c k(Φ, φ) of features φ `[B, D]`, for every output c, `[B, C]`."""
-        kernels, inner = self._kernel_of_head(features), self._known
-        known = torch.stack([((kernels @ one) * kernels).sum(1) for one in inner], 1)
+    def _of_head(self, features: Tensor, basis: Tensor) -> Tensor:
+        """φ D⁻¹ φᵀ − z N_c zᵀ of features φ `[B, D]` with z = φ D⁻¹ Q, for every output c, `[B, C]`."""
+        within = (features * self._head_variances) @ basis
+        known = torch.stack([((within @ one) * within).sum(1) for one in self._known], 1)
         return left_of((features.square() @ self._head_variances).unsqueeze(1).expand_as(known), known)
-
-    def _kernel_of_head(self, features: Tensor) -> Tensor:
-        """K(φ, Φ), `[B, N]`, of each output: its weights are none of another's."""
-        seen, _ = self.curvature.head or (features, features)
-        return (features * self._head_variances) @ seen.T
 
     @property
     def _head_variances(self) -> Tensor:
-        """Prior variances of the weights of every feature, `[D]`."""
+        """Prior variances of the weights of every feature, `[D]`: those of one output are none of another's."""
         blocks = zip(self.curvature.parts[0].blocks, self.scales, strict=True)
         return torch.cat([scale.expand(block.size // block.n_cotangents) for block, scale in blocks])
 
     @cached_property
     def _known(self) -> Tensor:
-        """M_c = S_c (I + G)⁻¹ S_cᵀ of every output, `[C, N, N]`: between data, of which each has K rows."""
-        _, roots = self.curvature.head or (self.weights, self.weights)  # [N, K, C]
+        """N_c = T S_c (I + G)⁻¹ S_cᵀ Tᵀ of every output, `[C, n, n]`, by a root of it."""
+        _, triangle, roots = self.curvature.head or (self.weights,) * 3  # of a head alone
         rows = self.duals[0].lift(roots.flatten(0, 1), self.weights).view_as(roots)
-        inverse = torch.cholesky_inverse(self.roots[0]).view(*roots.shape[:2], *roots.shape[:2])
-        return torch.stack([torch.einsum("nk,nkml,ml->nm", one, inverse, one) for one in rows.unbind(2)])
+        within = (torch.einsum("nk,in->nki", one, triangle).flatten(0, 1) for one in rows.unbind(2))
+        halves = (torch.linalg.solve_triangular(self.roots[0], one, upper=False) for one in within)
+        return torch.stack([row_gram(half.T) for half in halves])
 
     @cached_property
     def _matrix(self) -> FullPrecision:

@@ -189,6 +189,26 @@ def test_float32_networks_lose_no_digits_between_the_sides(likelihood: str) -> N
         torch.testing.assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_heads_of_data_that_repeat_keep_their_digits_under_weak_priors(likelihood: str) -> None:
+    """Beside the singular value decomposition of the rows, in which nothing cancels."""
+    model, (x, y) = network(20, 24, 3), data(6, 20)
+    x, y = 10 * x.repeat(4, 1), y.repeat(4)
+    la = Laplace(model, likelihood, "last_layer", "full")
+    la.fit([(x, y if likelihood == "classification" else x[:, :3])])
+    at = torch.cat([x[:2], x[:2] + 3])
+    seen = torch.cat([part.dense().flatten(0, 1) for part in held(la).rows.parts])
+    jacobian = torch.cat([part.dense() for part, _ in la.engine.jacobian(at)])
+    _, singular, span = torch.linalg.svd(seen, full_matrices=False)
+    inside = jacobian @ span.T
+    outside = (jacobian - inside @ span).square().sum(2)
+    for prior in (1.0, 1e-3, 1e-6):
+        la.prior_precision = prior
+        expected = inside.square() @ (1 / (prior + singular.square())) + outside / prior
+        found = latent_of(la, at, "diagonal").covariance
+        torch.testing.assert_close(found, expected, rtol=1e-11 / prior, atol=0)
+
+
 # Invariance.
 
 
