@@ -33,7 +33,7 @@ N_TEST = {"questions": 1000, "reactions": 500}
 TITLES = {"calibrate": "calibrate, the link with the smaller validation NLL"}
 LINKS = {"probit": "calibrate, probit", "mc": "calibrate, mc"}
 NAMES = QUESTIONS, REACTIONS = "questions", "reactions"
-N_SEEDS = {QUESTIONS: 5, REACTIONS: 2}
+N_SEEDS = {QUESTIONS: 5, REACTIONS: 3}
 NETWORKS = {QUESTIONS: "GPT-2 of two layers, LoRA", REACTIONS: "BERT of reactions, LoRA"}
 
 KINDS, N_WORDS, LONGEST = ("animal", "tool", "food", "plant"), 12, 9
@@ -226,7 +226,7 @@ def of_reactions(seed: int, *, quick: bool) -> list[dict[str, Any]]:
         return network(inputs_embeds=batch["inputs_embeds"], attention_mask=batch["attention_mask"]).logits
 
     network = adapted(
-        model, "SEQ_CLS", ["query", "value"], outputs=outputs, train=train, epochs=1 if quick else 12, lr=3e-3,
+        model, "SEQ_CLS", ["query", "value"], outputs=outputs, train=train, epochs=1 if quick else 30, lr=3e-3,
         wrap=lambda adapted_model: adapted_model,
     )  # fmt: skip
     return columns(network, outputs, train, val, test)
