@@ -236,7 +236,9 @@ class WeightCovariance(Covariance):
     def divergence(self) -> float:
         delta = self.refiner.model.prior_precision
         trace = delta @ widened(self.precision.diagonal_of_inverse())
-        return float(trace - len(delta) + widened(self.precision.logdet_ratio().detach()))
+        # By its log determinant, not by the ratio: of a full precision the factor that the trace took gives it.
+        ratio = widened(self.precision.logdet().detach()) - self.precision.prior.logdet().detach()
+        return float(trace - len(delta) + ratio)
 
 
 class WeightRefiner(Refiner[WeightCovariance]):
