@@ -150,14 +150,16 @@ class Answers(nn.Module):
                 out.
 
         Raises:
-            InvalidInputs: No `input_ids`, a mask of another shape, pads without a mask, or a prompt without a token.
+            InvalidInputs: No `input_ids`, none in them or one that the model does not know, a mask of another shape,
+                pads without a mask, or a prompt without a token.
         """
         if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
             raise InvalidInputs("answers take a mapping with input_ids [B, T] and attention_mask [B, T].")
         given = {name: value for name, value in inputs.items() if name != "labels"}
         tokens, mask = given["input_ids"], given.get("attention_mask")
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.shape[1]:
-            raise InvalidInputs(f"input_ids of shape {list(getattr(tokens, 'shape', []))}; [B, T], T > 0, is accepted.")
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel():
+            shape = list(getattr(tokens, "shape", []))
+            raise InvalidInputs(f"input_ids of shape {shape}; [B, T], B > 0 and T > 0, is accepted.")
         if mask is None:
             self._require_no_pads(tokens)
             mask = torch.ones_like(tokens)
@@ -183,10 +185,21 @@ class Answers(nn.Module):
         hook = self._head().register_forward_pre_hook(last_of_each)
         try:
             logits = self.model(**given).logits
+        except IndexError:
+            self._require_known(tokens)
+            raise
         finally:
             hook.remove()
         chosen = logits[:, -1, list(self.tokens)]
         return chosen - chosen.mean(1, keepdim=True)
+
+    def _require_known(self, tokens: Tensor) -> None:
+        size = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
+        if size is not None and not bool(((tokens >= 0) & (tokens < size)).all()):
+            raise InvalidInputs(
+                f"input_ids from {int(tokens.min())} to {int(tokens.max())}; the model knows the tokens 0 to "
+                f"{size - 1}. Give those of its own tokenizer."
+            )
 
     def _require_no_pads(self, tokens: Tensor) -> None:
         config = getattr(self.model, "config", None)
