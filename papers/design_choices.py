@@ -1,7 +1,7 @@
 """Which weights, structure, curvature, tuning and link of a Laplace approximation: all combinations on small networks.
 
 Daxberger et al. (2021, "Laplace Redux"), section 4.1 and appendix C.1: figures 3 and 8, and table 2. A CNN and an MLP
-of some 600 weights learn 300 noisy 8×8 digits of seven classes, with and without augmentation (images rotated by up to
+of some 1,000 weights learn 5,000 noisy glyphs of seven digits, with and without augmentation (images rotated by up to
 ten degrees); out of distribution are digits of the three classes left out and images that are no digits. After training
 ("post-hoc", δ by the evidence): all weights or the last layer × diagonal, Kronecker or full × GGN or empirical Fisher.
 During training ("online", one δ per tensor): all weights × the three structures, GGN, and the last layer, Kronecker.
@@ -9,7 +9,8 @@ Each predicts by the network alone ("map"), probit, Monte Carlo (100 samples of 
 the Laplace bridge.
 
 What differs from the paper: the data (CIFAR-10 for figures 3 and 8, FashionMNIST for table 2), networks small enough
-for full curvature of all weights. With augmentation curvature and evidence are those of the data without it.
+for full curvature of all weights. With augmentation curvature and evidence are those of the data without it. In a
+second table are 300 of scikit-learn's digits, on three of the seeds.
 
     python papers/design_choices.py            # 5 seeds
     python papers/design_choices.py --small    # one seed, few data and epochs, to try it out
@@ -42,19 +43,21 @@ from protocol.choices import (
     kron,
     names,
 )
-from protocol.claims import Cause, Claim
+from protocol.claims import Cause, Claim, Premise
 from protocol.data import Part, digits, noisy, rotated
 from protocol.measures import classification, detection
 from protocol.networks import cnn, mlp
-from protocol.options import Options, parse
+from protocol.options import Options, one_of_three, parse
 from protocol.records import Records, Scores
-from protocol.report import Table, finish
-from protocol.shifts import N_CLASSES, ShiftedTask, Sizes, rotated_digits
+from protocol.report import Table, finish, table
+from protocol.shifts import N_CLASSES, ShiftedTask, Sizes, digit_glyphs, rotated_digits
 from protocol.training import Training, train
 
 PAPER = "Daxberger et al. (2021), 4.1 and C.1"
 MEASURES = ("accuracy", "NLL", "ECE", "AUROC")
-TRAINING = Training(60, 16, 1e-2)
+N_PIXELS = 10
+WARP = 0.5
+"""How far the glyphs are moved and turned: the networks are small."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,10 @@ class Settings:
     """How large everything is; chosen on other seeds than those of the report.
 
     Attributes:
+        size: Pixels per axis of the glyphs; None for scikit-learn's digits.
         n_train: Training data.
-        n_test: Test data at most, and of every other kind of data.
+        n_test: Test data.
+        n_others: Of every other kind of data.
         noise: Standard deviation of the noise on all images; a white pixel is 1.
         n_channels: Of the first convolution.
         n_hidden: Units of the MLP's two layers.
@@ -74,19 +79,23 @@ class Settings:
         n_samples: Of the Monte-Carlo link.
     """
 
-    n_train: int = 300
-    n_test: int = 300
-    noise: float = 0.2
-    n_channels: int = 3
-    n_hidden: int = 8
-    training: Training = TRAINING
+    size: int | None
+    n_train: int
+    n_test: int
+    n_others: int
+    noise: float
+    n_channels: int
+    n_hidden: int
+    training: Training
     n_epochs_burnin: int = 10
     marglik_frequency: int = 10
     n_hypersteps: int = 10
     n_samples: int = 100
 
 
-SMALL = Settings(40, 40, 0.2, 1, 2, Training(1, 20, 1e-2), 1, 1, 1, 5)
+FULL = Settings(N_PIXELS, 5000, 3000, 500, 0.25, 4, 16, Training(50, 128, 1e-2, 1e-5))
+DIGITS = Settings(None, 300, 300, 300, 0.2, 3, 8, Training(60, 16, 1e-2))
+SMALL = Settings(8, 40, 40, 40, 0.2, 1, 2, Training(1, 20, 1e-2), 1, 1, 1, 5)
 
 
 def slightly_rotated(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -120,6 +129,9 @@ def settings_of_networks(s: Settings, size: int) -> Iterator[Setting]:
         yield Setting(f"{name}, augmented", make, slightly_rotated)
 
 
+ALL = "four networks"
+REAL = "scikit-learn's digits, "
+"""Of conditions on them, before the network's name."""
 CONDITIONS = tuple(f"{name}{end}" for name in ("CNN", "MLP") for end in ("", ", augmented"))
 
 
@@ -192,27 +204,42 @@ def prediction_time(la: ParametricLaplace, task: ShiftedTask, n_samples: int) ->
 
 
 def make_task(s: Settings, seed: int, path: Path | None) -> ShiftedTask:
-    """Noisy digits, with no more test data than the settings say."""
-    data, generator = digits(path), torch.Generator().manual_seed(seed)
-    n_seen = len(data.of_classes(range(N_CLASSES)))
-    sizes = Sizes(s.n_train, s.n_train, n_seen - 2 * s.n_train, s.n_test)
-    task = rotated_digits(Part(noisy(data.x, s.noise, generator), data.y), sizes, seed)
-    return ShiftedTask(replace(task.parts, test=task.parts.test[: s.n_test]), {}, task.others)
+    """Noisy digits of seven classes."""
+    sizes = Sizes(s.n_train, s.n_train, s.n_test, s.n_others)
+    if s.size is None or path is not None:
+        data = digits(path)
+        data = Part(noisy(data.x, s.noise, torch.Generator().manual_seed(seed)), data.y)
+    else:
+        data = digit_glyphs(sizes, s.size, s.noise, seed, WARP)
+    return rotated_digits(data, sizes, seed)
 
 
-def one_seed(s: Settings, path: Path | None, seed: int) -> Scores:
-    """All numbers of a seed."""
-    scores, task = Scores(), make_task(s, seed, path)
-    data = task.parts.train
+def add_scores(scores: Scores, prefix: str, s: Settings, path: Path | None, seed: int) -> None:
+    """All numbers of a kind of images."""
+    task = make_task(s, seed, path)
+    data, test, of_map = task.parts.train, task.parts.test, []
     for setting in settings_of_networks(s, data.x.shape[-1]):
+        condition = prefix + setting.name
         model = train(setting.make(seed), data, s.training, seed, setting.augment)
+        with torch.no_grad():
+            found = classification(softmax(model(test.x)), test.y)
+            of_map.append(found | {"training loss": classification(softmax(model(data.x)), data.y)["NLL"]})
         for choice in POST_HOC:
-            score(post_hoc(model, data, choice), choice, setting.name, task, s, seed, scores)
+            score(post_hoc(model, data, choice), choice, condition, task, s, seed, scores)
         for choice in ONLINE:
             la = online(setting, data, choice, s, seed)
-            score(la, choice, setting.name, task, s, seed, scores)
+            score(la, choice, condition, task, s, seed, scores)
             spent = {"milliseconds": prediction_time(la, task, s.n_samples)}
-            scores.add(setting.name, choice.method("mc"), spent)
+            scores.add(condition, choice.method("mc"), spent)
+    scores.add(f"{prefix}{ALL}", "MAP", {measure: fmean(row[measure] for row in of_map) for measure in of_map[0]})
+
+
+def one_seed(every: dict[str, Settings], path: Path | None, seed: int) -> Scores:
+    """All numbers of a seed: of glyphs, and on some seeds of scikit-learn's digits."""
+    scores = Scores()
+    for prefix, s in every.items():
+        if not prefix or one_of_three(seed):
+            add_scores(scores, prefix, s, path, seed)
     return scores
 
 
@@ -224,9 +251,12 @@ def average(scores: Scores, conditions: Iterable[str], methods: Sequence[str], m
     return fmean(scores[condition, method, measure] for condition in conditions for method in methods)
 
 
+Note = str | Callable[[Records], str]
+
+
 def better(
     item: str, text: str, measure: str, first: Sequence[str], second: Sequence[str],
-    conditions: Sequence[str] = CONDITIONS, theirs: str = "", margin: float = 0.0, note: str = "",
+    conditions: Sequence[str] = CONDITIONS, theirs: str = "", margin: float = 0.0, note: Note = "",
     cause: Cause = "",
 ) -> Claim:  # fmt: skip
     """The first methods have a better mean than the second, or one that is worse by less than the margin."""
@@ -240,16 +270,30 @@ def better(
 
 
 PLAIN, AUGMENTED = CONDITIONS[::2], CONDITIONS[1::2]
-UNDERCONFIDENT = (
-    "300 data leave most of some 600 weights open, and the richer the covariance, the larger the variances. On seeds "
-    "100 to 102, all weights of the CNN, diag, kron and full had mean variances of the outputs of 21, 38 and 96, and "
-    "confidences of 0.70, 0.57 and 0.46 at accuracies of 0.80 to 0.83: all are underconfident. With δ by the NLL of "
-    "validation data they did not differ, 0.523, 0.521 and 0.518."
-)
-SHARED = (
-    "The probit approximation counts the variance that all outputs share, which a softmax does not see. On seeds 100 "
-    "to 102 the NLL of the last layer, kron, was 0.68 with it and 0.53 without on the CNN, 0.56 and 0.38 on the MLP."
-)
+
+
+def shared(records: Records) -> str:
+    """Why richer covariances have the worse NLL by probit."""
+
+    def both(tuning: str, weights: WeightsName, structure: StructureName) -> str:
+        of_links = []
+        for link in ("probit", "mc"):
+            methods = names((tuning,), (weights,), (structure,), ("GGN",), (link,))
+            found = records.of(lambda scores, methods=methods: average(scores, CONDITIONS, methods, "NLL"))
+            of_links.append(f"{found.mean:.3f}")
+        return f"{tuning} {weights.replace('_', ' ')}, {structure}, {' and '.join(of_links)}"
+
+    shown = [both("post-hoc", "last_layer", each) for each in STRUCTURES]
+    shown += [both("post-hoc", "all", each) for each in STRUCTURES]
+    shown += [both("online", "all", "kron"), both("online", "last_layer", "kron")]
+    return (
+        "A number added to all outputs changes no probability. The data do not determine it, so that its variance is "
+        "the prior's, which only diagonal posteriors take for determined. A softmax does not see it, the probit "
+        f"approximation counts it. NLL by probit and by Monte Carlo, means over the networks: {'; '.join(shown)}; MAP "
+        f"{records.estimate(ALL, 'MAP', 'NLL').mean:.3f}. By Monte Carlo none is far above MAP."
+    )
+
+
 WEIGHTS = (
     "It is the weights, not how δ is tuned: post-hoc posteriors of all weights have nearly the AUROC of online ones in "
     "the tables above, last layers less."
@@ -260,21 +304,25 @@ def claims() -> list[Claim]:
     """Section 4.1 in its order, then table 2."""
     last, on, on_map = kron("last_layer"), kron("all", tuning="online"), kron("all", "map", "online")
     made = [
-        better("figure 3", "post-hoc last layer > post-hoc all weights, less underfitting", "NLL", last, kron("all")),
+        better(
+            "figure 3", "post-hoc last layer > post-hoc all weights, less underfitting", "NLL", last, kron("all"),
+            note=shared,
+        ),
         better("4.1", "online, MAP alone predicts well in distribution: > post-hoc last layer", "NLL", on_map, last),
         better("4.1", "online, probit > MAP alone out of distribution", "AUROC", on, on_map),
         better("4.1", "online, MC > MAP alone out of distribution", "AUROC", kron("all", "mc", "online"), on_map),
-    ]
+    ]  # fmt: skip
     made += [
-        better("C.1", "online, all weights > last layer", measure, on, kron("last_layer", tuning="online"))
-        for measure in ("NLL", "AUROC")
+        better("C.1", "online, all weights > last layer", measure, on, kron("last_layer", tuning="online"), note=note)
+        for measure, note in (("NLL", shared), ("AUROC", ""))
     ]
     for measure in ("accuracy", "AUROC"):
         text = "without augmentation online > post-hoc last layer"
         made.append(better("figure 3", text, measure, on, last, PLAIN))
         text, note = "augmented, post-hoc last layer reaches online, up to 0.01", WEIGHTS if measure == "AUROC" else ""
         made.append(better("figure 3", text, measure, last, on, AUGMENTED, margin=0.01, note=note))
-    return [*made, *claims_of_structures(), *claims_of_links(), *claims_of_table_2()]
+    made += [*claims_of_structures(), *claims_of_links(), *claims_of_table_2()]
+    return [*(replace(claim, premise=Premise(ALL)) for claim in made), *claims_of_times()]
 
 
 def claims_of_structures() -> list[Claim]:
@@ -283,10 +331,8 @@ def claims_of_structures() -> list[Claim]:
     made = []
     for measure, (first, second) in product(("NLL", "AUROC"), pairs):
         methods = [names(structure=(each,), curvature=("GGN",)) for each in (first, second)]
-        note = UNDERCONFIDENT if measure == "NLL" else ""
-        made.append(
-            better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1], note=note, cause="data")
-        )
+        note = shared if measure == "NLL" else ""
+        made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1], note=note))
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
     return [
         *made,
@@ -300,27 +346,37 @@ def claims_of_links() -> list[Claim]:
     probit, bridge = kron("last_layer"), kron("last_layer", "bridge")
     text = "probit > bridge"
     return [
-        better("figure 8c, d", text, "NLL", probit, bridge, note=SHARED),
+        better("figure 8c, d", text, "NLL", probit, bridge, note=shared),
         better("figure 8c, d", text, "AUROC", probit, bridge),
     ]
 
 
+CNN = ("CNN",)
+TABLE_2 = tuple(names(("online",), ("all",), (structure,), link=("mc",)) for structure in STRUCTURES)
+
+
 def claims_of_table_2() -> list[Claim]:
     """Online Laplace on the CNN without augmentation, Monte-Carlo predictions."""
-    diag, middle, full = (names(("online",), ("all",), (structure,), link=("mc",)) for structure in STRUCTURES)
-    where = ("CNN",)
+    diag, middle, full = TABLE_2
+    return [
+        better("table 2", "kron > diag", "NLL", middle, diag, CNN, "0.282 < 0.302"),
+        better("table 2", "kron as full, up to 0.02", "NLL", middle, full, CNN, "0.282, 0.285", margin=0.02),
+        better("table 2", "kron as full, up to 0.01", "accuracy", middle, full, CNN, "0.899, 0.898", margin=0.01),
+        better("table 2", "full > kron", "AUROC", full, middle, CNN, "0.876 > 0.836"),
+        better("table 2", "full > diag", "AUROC", full, diag, CNN, "0.876 > 0.832"),
+    ]
+
+
+def claims_of_times() -> list[Claim]:
+    """Of predictions in table 2, which suppose nothing of the network."""
+    diag, middle, full = TABLE_2
 
     def faster(scores: Scores) -> float:
-        return 1.5 - average(scores, where, middle, "milliseconds") / average(scores, where, diag, "milliseconds")
+        return 1.5 - average(scores, CNN, middle, "milliseconds") / average(scores, CNN, diag, "milliseconds")
 
     return [
-        better("table 2", "kron > diag", "NLL", middle, diag, where, "0.282 < 0.302"),
-        better("table 2", "kron as full, up to 0.02", "NLL", middle, full, where, "0.282, 0.285", margin=0.02),
-        better("table 2", "kron as full, up to 0.01", "accuracy", middle, full, where, "0.899, 0.898", margin=0.01),
-        better("table 2", "full > kron", "AUROC", full, middle, where, "0.876 > 0.836"),
-        better("table 2", "full > diag", "AUROC", full, diag, where, "0.876 > 0.832"),
         Claim("table 2", "prediction time: kron < 1.5 diag", faster, "30.6 < 1.5 · 29.5"),
-        better("table 2", "kron < full", "milliseconds", middle, full, where, "30.6 < 62.8"),
+        better("table 2", "kron < full", "milliseconds", middle, full, CNN, "30.6 < 62.8"),
     ]
 
 
@@ -331,21 +387,34 @@ def select(records: Records, condition: str, title: str, methods: Sequence[str],
 
 
 def tables(records: Records) -> list[Table]:
-    """Structures by probit in every condition, links of two posteriors, and table 2."""
-    made = []
-    for condition in CONDITIONS:
-        methods = names() + names(("online",)) + names(("online",), link=("map",))
-        made.append(select(records, condition, f"{condition} (figures 3, 8a, 8b)", methods, MEASURES))
+    """MAP, structures by probit in every condition, links of two posteriors, table 2, and scikit-learn's digits."""
+    made = [table(records, ALL, "MAP, mean over the four networks")]
+    methods = names() + names(("online",)) + names(("online",), link=("map",))
+    made += [select(records, each, f"{each} (figures 3, 8a, 8b)", methods, MEASURES) for each in CONDITIONS]
     posteriors: tuple[tuple[WeightsName, str], ...] = (
         ("last_layer", "post-hoc"), ("all", "post-hoc"), ("all", "online")
     )  # fmt: skip
     links = [name for weights, tuning in posteriors for link in LINK_NAMES for name in kron(weights, link, tuning)]
     made.append(select(records, "CNN", "CNN, links (figure 8c, d)", links, MEASURES))
-    online_methods = names(("online",), ("all",), link=("mc",))
+    of_table_2 = [name for each in TABLE_2 for name in each]
     made.append(
-        select(records, "CNN", "table 2: CNN, online, MC", online_methods, ("NLL", "accuracy", "AUROC", "milliseconds"))
+        select(records, "CNN", "table 2: CNN, online, MC", of_table_2, ("NLL", "accuracy", "AUROC", "milliseconds"))
     )
+    if (f"{REAL}{ALL}", "MAP", "NLL") in records:
+        made.append(table(records, f"{REAL}{ALL}", f"{REAL}MAP, mean over the four networks"))
+        made.append(table_of_digits(records, methods))
     return made
+
+
+def table_of_digits(records: Records, methods: Sequence[str]) -> Table:
+    """Structures by probit on scikit-learn's digits, means over the four networks."""
+    conditions = [f"{REAL}{name}" for name in CONDITIONS]
+
+    def cell(method: str, measure: str) -> str:
+        return str(records.of(lambda scores: average(scores, conditions, [method], measure)))
+
+    rows = tuple((method, *(cell(method, measure) for measure in MEASURES)) for method in methods)
+    return Table(f"{REAL}mean over the four networks", ("method", *MEASURES), rows)
 
 
 def draw(records: Records, output: Path) -> None:
@@ -373,10 +442,12 @@ def draw(records: Records, output: Path) -> None:
 
 PROTOCOL = (
     "Theirs: weights × structure × curvature × tuning × link, networks with and without augmentation, δ by the "
-    "evidence, online Laplace of all weights only. Different: a CNN and an MLP of some 600 weights on 300 noisy digits "
-    "of seven classes, rotated by up to ten degrees as augmentation. A claim is of means over the four networks where "
-    "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures; "
-    "“>” means better, of the NLL too."
+    "evidence, online Laplace of all weights only. Different: a CNN of 983 weights and an MLP of 2,007, so that full "
+    "curvature of all of them is affordable, on 5,000 noisy glyphs of seven digits, 10 × 10 pixels, rotated by up to "
+    "ten degrees as augmentation; 3,000 for tests, 500 of every kind of other data. The noise was chosen on seeds from "
+    "100 on so that MAP is over-confident. In a last table are 300 of scikit-learn's digits, on three seeds. A claim "
+    "is of means over the four networks where it names none, and over all posteriors with the choice that it names: of "
+    "the GGN where it is about structures; “>” means better, of the NLL too."
 )
 MISSING = (("functional (GP) posteriors and low rank", "in other scripts; the paper's figure has none either"),)
 
@@ -387,8 +458,8 @@ def main(options: Options) -> None:
     Args:
         options: Of the command line.
     """
-    settings = SMALL if options.small else Settings()
-    records = options.run(settings, lambda seed: one_seed(settings, options.data, seed))
+    every = {"": SMALL} if options.small else {"": FULL, REAL: DIGITS}
+    records = options.run(every, lambda seed: one_seed(every, options.data, seed))
     draw(records, options.output)
     finish(
         options, records, script="design_choices", paper=PAPER, protocol=PROTOCOL, tables=tables(records),
