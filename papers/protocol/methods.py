@@ -17,7 +17,7 @@ from protocol.baselines.csghmc import CyclicalSettings, sample_networks
 from protocol.baselines.ensemble import deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import FlipoutSettings, fit_flipout
 from protocol.baselines.hmc import HmcSettings, hmc, log_posterior, networks, predictions, split_r_hat, start_of
-from protocol.baselines.swag import RATES, SwagSettings, choose_rate, fit_swag, renew_batch_norm
+from protocol.baselines.swag import RATES, SwagSettings, choose_rate, renew_batch_norm
 from protocol.data import Split
 from protocol.training import Training
 
@@ -104,10 +104,10 @@ def _add_variational(
 def _add_swag(fitted: Fitted, model: nn.Module, parts: Split, how: MethodSettings, seed: int) -> None:
     p = mean_probabilities([model], parts.validation.x)
     threshold = float(accuracy(p, parts.validation.y)) - 0.01
-    rate = choose_rate(model, parts.train, parts.validation, how.swag, seed, threshold, how.swag_rates, how.n_samples)
-    posterior = fit_swag(model, parts.train, how.swag.at(rate), seed)
-    generator = torch.Generator().manual_seed(seed)
-    fitted.predict["SWAG"] = averaged(posterior.networks(how.n_samples, parts.train, generator))
+    rate, networks = choose_rate(
+        model, parts.train, parts.validation, how.swag, seed, threshold, how.swag_rates, how.n_samples
+    )
+    fitted.predict["SWAG"] = averaged(networks)
     fitted.checks["SWAG"] = {"learning rate": rate}
 
 

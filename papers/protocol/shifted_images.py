@@ -16,7 +16,10 @@ from protocol.data import Part
 from protocol.domains import Domains, DomainTask, Sizes
 
 SIZE = 16
-N_KNOWN, N_UNKNOWN = 4, 4
+N_REGIONS = 4
+"""Of land use: those that are known, and as many others; with 62 classes more would need many more data."""
+N_KNOWN, N_UNKNOWN = 8, 32
+"""Hospitals and countries."""
 N_LAND_USES = 62
 
 
@@ -49,10 +52,12 @@ class Sensors:
         return (seen + noise).clamp(0, 1)
 
 
-def _two_kinds(spread: float, noise: float, generator: torch.Generator) -> tuple[Sensors, Sensors]:
+def _two_kinds(
+    spread: float, noise: float, generator: torch.Generator, n_known: int = N_KNOWN, n_unknown: int = N_UNKNOWN
+) -> tuple[Sensors, Sensors]:
     """Sensors of known and of other domains."""
-    known = Sensors.drawn(N_KNOWN, spread, noise, generator)
-    return known, Sensors.drawn(N_UNKNOWN, 2 * spread, 1.5 * noise, generator)
+    known = Sensors.drawn(n_known, spread, noise, generator)
+    return known, Sensors.drawn(n_unknown, 2 * spread, 1.5 * noise, generator)
 
 
 def fields(n: int, size: int, coarse: int, generator: torch.Generator) -> Tensor:
@@ -95,9 +100,9 @@ def _land(templates: Tensor, domain: Tensor, sensors: Sensors, generator: torch.
 def land_use(sizes: Sizes, generator: torch.Generator) -> Domains:
     """Four regions are known; others are in other colours."""
     templates = fields(N_LAND_USES, SIZE + 4, 6, generator)
-    sensors, others = _two_kinds(0.08, 0.08, generator)
-    known = _land(templates, torch.randint(N_KNOWN, (sizes.known,), generator=generator), sensors, generator)
-    domain = torch.randint(N_UNKNOWN, (sizes.test,), generator=generator)
+    sensors, others = _two_kinds(0.08, 0.08, generator, N_REGIONS, N_REGIONS)
+    known = _land(templates, torch.randint(N_REGIONS, (sizes.known,), generator=generator), sensors, generator)
+    domain = torch.randint(N_REGIONS, (sizes.test,), generator=generator)
     return Domains.of(known, _land(templates, domain, others, generator), sizes)
 
 

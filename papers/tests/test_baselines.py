@@ -82,8 +82,11 @@ def test_rate_of_swag_is_the_largest_that_is_confident_enough() -> None:
     data, how = blobs(60), SwagSettings(n_snapshots=4, rank=3, batch_size=16)
     model = train(mlp((2, 5, 3), 0), data, SHORT, 0)
     rates = (1e-3, 1e-1)
-    assert choose_rate(model, data, data, how, 0, 0.0, rates) == 1e-1
-    assert choose_rate(model, data, data, how, 0, 1.1, rates) == 1e-3
+    rate, networks = choose_rate(model, data, data, how, 0, 0.0, rates, n_samples=2)
+    again = fit_swag(model, data, how.at(1e-1), 0).networks(2, data, torch.Generator().manual_seed(0))
+    assert rate == 1e-1
+    assert torch.equal(mean_probabilities(networks, data.x), mean_probabilities(again, data.x))
+    assert choose_rate(model, data, data, how, 0, 1.1, rates)[0] == 1e-3
 
 
 @pytest.mark.parametrize(

@@ -142,16 +142,17 @@ def choose_rate(
     threshold: float,
     rates: Sequence[float] = RATES,
     n_samples: int = 30,
-) -> float:
-    """The largest learning rate whose mean confidence on validation data reaches a threshold; else the smallest.
+) -> tuple[float, list[nn.Module]]:
+    """A learning rate, and networks sampled from its Gaussian.
 
-    This is to SWAG what the smallest prior precision above that threshold is to Laplace approximations (Eschenhagen
-    et al., 2021, F.4).
+    It is the largest whose mean confidence on validation data reaches a threshold; else the smallest. This is to SWAG
+    what the smallest prior precision above that threshold is to Laplace approximations (Eschenhagen et al., 2021, F.4).
     """
+    rate, networks = min(rates), []
     for rate in sorted(rates, reverse=True):
         posterior = fit_swag(model, data, how.at(rate), seed)
         networks = posterior.networks(n_samples, data, torch.Generator().manual_seed(seed))
         p = mean_probabilities(networks, validation.x)
         if float(mean_confidence(p)) >= threshold:  # false for weights that are not finite, too
-            return rate
-    return min(rates)
+            break
+    return rate, networks

@@ -35,6 +35,8 @@ SMALL = {
     ("rotated", "ECE", "MSWAG"): 0.01,
 }  # fmt: skip
 """Margins of what the paper calls "only marginally better" (D.2, H.2)."""
+SIMILAR = {"NLL": 0.05, "ECE": 0.01}
+"""Margins by which MSWAG may be better at severities 1 and 2, where it "performs similarly to MoLA" (D.2)."""
 ITEMS = {"corrupted": ("tables 1, 3", "figures 2, 4, 8"), "rotated": ("table 4", "figures 4, 7")}
 
 
@@ -90,13 +92,19 @@ def _of_shift(task: str, pairs: Sequence[tuple[str, str, str]]) -> list[Claim]:
 
 
 def _every_severity(measure: str) -> Claim:
-    def statistic(scores: Scores) -> float:
-        levels = [f"corrupted, level {severity}" for severity in SEVERITIES]
-        return min(
-            scores[level, other, measure] - scores[level, "MoLA", measure] for level in levels for other in OTHERS
-        )
+    def lead(scores: Scores, severity: int, other: str) -> float:
+        level = f"corrupted, level {severity}"
+        margin = SIMILAR[measure] if other == "MSWAG" and severity <= 2 else 0.0
+        return scores[level, other, measure] - scores[level, "MoLA", measure] + margin
 
-    return Claim("D.2", f"corrupted: MoLA has the smallest {measure} at every severity (least lead)", statistic)
+    def statistic(scores: Scores) -> float:
+        return min(lead(scores, severity, other) for severity in SEVERITIES for other in OTHERS)
+
+    text = (
+        f"corrupted: MoLA has the smallest {measure} at every severity, but for {SIMILAR[measure]:g} beside MSWAG's at "
+        "1 and 2 (least lead)"
+    )
+    return Claim("D.2", text, statistic, "MultiSWAG performs similarly for low corruption levels")
 
 
 def _multi_swag_falls_behind(scores: Scores) -> float:
@@ -139,7 +147,7 @@ def _number_claims() -> list[Claim]:
         Claim("figure 10", "the second component gains more NLL than the sixth to the tenth", _power_law),
         lower("figure 10", shifted, "NLL", "MoLA", "DE"),
         lower("figure 10", shifted, "ECE", "MoLA", "DE"),
-        higher("figure 10", shifted, "accuracy", "DE", "MoLA"),
+        higher("figure 10", shifted, "accuracy", "DE", "MoLA", "by a very small margin", margin=0.005),
     ]
 
 
@@ -190,8 +198,10 @@ COSTS = [
 
 def _mimo_claims() -> list[Claim]:
     item, condition = "figure 4, B.2", "corrupted, shifted"
-    pairs = [("NLL", "MIMO"), ("ECE", "MIMO"), ("NLL", "MAP"), ("NLL", "SWAG"), ("NLL", "LLLA"), ("ECE", "LLLA")]
-    return [lower(item, condition, measure, "MIMO-MoLA", worse) for measure, worse in pairs]
+    pairs = [("NLL", "MIMO"), ("ECE", "MIMO"), ("NLL", "MAP"), ("ECE", "LLLA")]
+    return [lower(item, condition, measure, "MIMO-MoLA", worse) for measure, worse in pairs] + [
+        lower(item, condition, "NLL", "MIMO-MoLA", other, "very competitive", margin=0.1) for other in ("SWAG", "LLLA")
+    ]
 
 
 def _below_the_bound(scores: Scores) -> float:

@@ -25,7 +25,7 @@ class Task:
     Attributes:
         name: Begins the names of its conditions.
         parts: Training, validation and test data.
-        shifts: Test inputs by the level of their shift (an angle, a severity), one tensor `[N, …]` per kind of shift.
+        shifts: The first test inputs by the level of their shift (an angle, a severity), `[N, …]` per kind of shift.
         ood: Images that are of no class, by name.
     """
 
@@ -45,11 +45,12 @@ class Task:
         Of a level they are the means over the kinds of shift, and "shifted" is the mean over all levels (figure 10).
         """
         y, name = self.parts.test.y, self.name
-        blocks = iter(p.split(len(y)))
+        kinds_of_shift = [x for kinds in self.shifts.values() for x in kinds]
+        blocks = iter(p.split([len(y), *map(len, kinds_of_shift), *map(len, self.ood.values())]))
         inside = next(blocks)
         found = {f"{name}, test": _measures(inside, y)}
         for level, kinds in self.shifts.items():
-            found[f"{name}, level {level}"] = mean_of([_measures(next(blocks), y) for _ in kinds])
+            found[f"{name}, level {level}"] = mean_of([_measures(next(blocks), y[: len(x)]) for x in kinds])
         found[f"{name}, shifted"] = mean_of([found[f"{name}, level {level}"] for level in self.shifts])
         apart = {kind: detection(inside, next(blocks)) for kind in self.ood}
         found |= {f"{name}, {kind}": measures for kind, measures in apart.items()}
@@ -74,15 +75,17 @@ class DataSettings:
         n_train: Images to train on.
         n_validation: Images to tune on.
         n_test: Images to test on, at most.
+        n_shifted: The first of these, that are shifted, and as many that are of no class.
         noise: Standard deviation of the noise of every image, in units of the brightest pixel.
         warp: How far glyphs are moved and turned.
         size: Their pixels, in a row.
     """
 
-    n_train: int = 2000
-    n_validation: int = 1000
-    n_test: int = 600
-    noise: float = 0.15
+    n_train: int = 5000
+    n_validation: int = 2000
+    n_test: int = 3000
+    n_shifted: int = 600
+    noise: float = 0.14
     warp: float = 0.5
     size: int = 8
 
@@ -103,8 +106,8 @@ def rotated_task(how: DataSettings, seed: int, path: Path | None = None) -> Task
     """In place of MNIST-R: test glyphs rotated by up to 180 degrees."""
     generator = torch.Generator().manual_seed(seed)
     parts = noisy_digits(how, seed, path, generator)
-    shifts = {angle: [rotated(parts.test.x, angle)] for angle in ANGLES}
-    return Task("rotated", parts, shifts, other_images(parts.test.x, generator))
+    shifts = {angle: [rotated(parts.test.x[: how.n_shifted], angle)] for angle in ANGLES}
+    return Task("rotated", parts, shifts, other_images(parts.test.x[: how.n_shifted], generator))
 
 
 def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
@@ -112,10 +115,10 @@ def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Ta
     generator = torch.Generator().manual_seed(seed)
     parts = noisy_digits(how, seed, path, generator)
     shifts = {
-        severity: [corrupted(parts.test.x, name, severity, generator) for name in CORRUPTIONS]
+        severity: [corrupted(parts.test.x[: how.n_shifted], name, severity, generator) for name in CORRUPTIONS]
         for severity in SEVERITIES
     }
-    return Task("corrupted", parts, shifts, other_images(parts.test.x, generator))
+    return Task("corrupted", parts, shifts, other_images(parts.test.x[: how.n_shifted], generator))
 
 
 MAKERS: Mapping[str, Callable[[DataSettings, int, Path | None], Task]] = {

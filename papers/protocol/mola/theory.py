@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from laplace import MixtureLaplace
 from laplace.mixture import confidence_bound
@@ -32,12 +33,16 @@ def add_theory(scores: Scores, name: str, networks: Sequence[nn.Module], parts: 
         scores.add(f"{name}, far", method, {"confidence": float(values.mean())})
     slack = confidence_bound(mixture, far) - confidence["MoLA"]
     scores.add(f"{name}, far", "MoLA", {"least distance to the bound": float(slack.min())})
-    scores.add(f"{name}, weights", "MoLA", _weights(mixture))
-
-
-def _weights(mixture: MixtureLaplace) -> dict[str, float]:
-    evidences: Tensor = torch.stack([la.log_marginal_likelihood() for la in mixture.components])
-    return {
+    evidences = torch.stack([la.log_marginal_likelihood() for la in mixture.components])
+    losses = torch.stack([F.cross_entropy(model(parts.train.x), parts.train.y) for model in networks])
+    weights = {
         "largest weight": float(evidences.softmax(0).max()),
-        "spread of log evidences": float(evidences.std() / evidences.mean().abs()),
+        "spread of log evidences": _spread(evidences),
+        "spread of training losses": _spread(losses),
     }
+    scores.add(f"{name}, weights", "MoLA", weights)
+
+
+def _spread(values: Tensor) -> float:
+    """Standard deviation over the mean."""
+    return float(values.std() / values.mean().abs())
