@@ -18,8 +18,8 @@ which 600 are shifted; 600 are of no class. The rest is their protocol:
 What differs: a small convolutional network instead of LeNet and a wide ResNet. It has no batch normalisation, and with
 SGD's rate of 0.1 networks differ as theirs do not: on seed 100 the log evidences of five spread by 12 % of their mean.
 Here the rate is 0.03, with which they spread by 4 %. Adam's rate is 3e-3, for there are few steps; MIMO's network is
-twice as wide, since the smaller one underfits (its threshold is its own accuracy); costs are processor time on one core,
-on a wider network that is not trained, and the memory of WRN-16-4, which is theirs.
+twice as wide, since the smaller one underfits (its threshold is its own accuracy); costs are processor time of a
+core, on a wider network that is not trained, and the memory of WRN-16-4, which is theirs.
 
     python papers/mixtures.py            # five seeds
     python papers/mixtures.py --small    # one seed, tiny networks, to try it out
