@@ -148,7 +148,8 @@ def choose_rate(
     It is the largest whose mean confidence on validation data reaches a threshold; else the smallest. This is to SWAG
     what the smallest prior precision above that threshold is to Laplace approximations (Eschenhagen et al., 2021, F.4).
     """
-    rate, networks = min(rates), []
+    rate: float = min(rates)
+    networks: list[nn.Module] = []
     for rate in sorted(rates, reverse=True):
         posterior = fit_swag(model, data, how.at(rate), seed)
         networks = posterior.networks(n_samples, data, torch.Generator().manual_seed(seed))

@@ -273,6 +273,14 @@ _ACCURACY = _numbers(
     "Five networks are more accurate under corruption than one, which no posterior of one network mends.",
     SHIFTED, "accuracy", ("MAP", "LLLA", "DE", "MSWAG"),
 )  # fmt: skip
+_MSWAG = _numbers(
+    "The paper says both: only MoLA and MultiSWAG are better (D.2), only MoLA is (H.3). Here five networks are more "
+    "accurate under corruption than one.", SHIFTED, "accuracy", ("LLLA", "MSWAG", "MoLA"),
+)  # fmt: skip
+_MORE_NETWORKS = _numbers(
+    "MSWAG averages 150 networks, of other weights than the five, and is a little more accurate under corruption.",
+    SHIFTED, "accuracy", ("DE", "MSWAG", "MoLA"),
+)  # fmt: skip
 _TEN = _numbers(
     "Ten networks are more accurate under corruption than one, which no posterior of one network mends.",
     "K = 10: corrupted, shifted", "accuracy", ("DE", "MoLA"),
@@ -285,7 +293,6 @@ _MIMO = _numbers(
     "MIMO is not over-confident by itself, so that its posterior has little to mend.",
     "corrupted, test", "confidence", ("MIMO", "MIMO-MoLA"),
 )  # fmt: skip
-_MEMORY = _numbers("Theirs has 2.7 million weights, beside which factors are small.", "cost", "memory", ("DE", "MoLA"))
 _EVIDENCE = _numbers(
     "Of N data log evidences differ by nats that grow with N, and weights by their exponentials.",
     "corrupted, weights", "spread of log evidences", ("MoLA",),
@@ -293,17 +300,16 @@ _EVIDENCE = _numbers(
 CAUSES: dict[str, tuple[Cause, Callable[[Records], str]]] = {
     "corrupted, shifted: NLL of LLLA < DE": ("baseline", _ACCURACY),
     "corrupted, shifted: ECE of LLLA < DE": ("baseline", _ACCURACY),
-    "corrupted, shifted: NLL of LLLA < MSWAG": ("baseline", _ACCURACY),
+    "corrupted, shifted: NLL of LLLA < MSWAG": ("baseline", _MSWAG),
     "corrupted, shifted: NLL of LLLA < DE of ten": ("baseline", _TEN),
     "corrupted, shifted: ECE of LLLA < DE of ten": ("baseline", _TEN),
     "corrupted, shifted: confidence of LLLA < DE of ten": ("baseline", _TEN),
+    "corrupted, shifted: Brier of MoLA < MSWAG": ("baseline", _MORE_NETWORKS),
     "corrupted, shifted: ECE of MoLA < DE": ("baseline", _UNDERCONFIDENT),
     "corrupted, shifted: ECE of MoLA < MSWAG": ("baseline", _UNDERCONFIDENT),
-    "corrupted: MoLA has the smallest ECE at every severity (least lead)": ("baseline", _UNDERCONFIDENT),
+    _every_severity("ECE").text: ("baseline", _UNDERCONFIDENT),
     "K = 10: corrupted, shifted: ECE of MoLA < DE": ("baseline", _UNDERCONFIDENT),
     "corrupted, shifted: ECE of MIMO-MoLA < MIMO": ("premise", _MIMO),
-    "corrupted, shifted: NLL of MIMO-MoLA < LLLA": ("premise", _MIMO),
-    "memory of DE / MoLA, less 0.8": ("data", _MEMORY),
     "corrupted: the standard deviation of the log evidences is below 5 % of their mean": ("real", _EVIDENCE),
     "corrupted: no component has more than half of the weight by the evidence": ("real", _EVIDENCE),
 }
