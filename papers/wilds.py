@@ -14,7 +14,7 @@ precisions the link takes 1,000 samples. MAP and the ensemble of regressions hav
 way. Networks learn for as many epochs as leave them over-confident on known domains, as the paper's are. Test data are
 20 or more of every class and domain.
 
-    python papers/wilds.py            # eight seeds
+    python papers/wilds.py            # five seeds
     python papers/wilds.py --data D   # WILDS as arrays: D/FMoW.npz and so on, see protocol/domains.py
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from laplace.metrics import gaussian_nll, mean_calibration_error, regression_cal
 from laplace.plotting import COLOURS, new_figure
 from protocol.baselines.ensemble import MEMBER_SEEDS, mean_probabilities
 from protocol.baselines.temperature import best_temperature
-from protocol.claims import Claim, lower
+from protocol.claims import Claim, check, lower
 from protocol.data import Part
 from protocol.domains import Domains, DomainTask, Sizes
 from protocol.measures import classification
@@ -99,13 +99,9 @@ the training data (the paper: ID), "other" ones are not (OOD). Competitive means
 of 0.02 or an RCE of 0.005. RCE is the regression calibration error, MCE the \
 mean calibration error over bins. The paper has its numbers in figures alone."""
 MISSING = [("figures 6 and 10", "WILDS itself and its networks are not here; `--data` takes arrays in their place")]
-IMPROBABLE = """Classes that the network holds improbable have next to no curvature, so that their outputs vary most, \
-and with a small prior precision samples prefer them. On seed 100, δ = 0.1, the output of the least probable class had \
-7 to 12 times the variance of the others (less what all share), and the accuracy by Monte Carlo was 0.33, that of the \
-network 0.46 (in float64 the same). The smallest NLL of validation data over all prior precisions was 1.78; with the \
-same variance for all classes 1.44, by the probit approximation 1.39, with a temperature 1.35."""
-CALIBRATED = """MAP is calibrated on known domains here, so that nothing is left to improve: its confidence is 0.81 \
-at an accuracy of 0.79 (Camelyon17), and its noise is that of validation data (PovertyMap)."""
+NARROW = """5,000 data leave the last layer little room: on seed 100 LA's smallest NLL of validation data over all \
+prior precisions was 1.040, that of the network 1.041, with a temperature 1.034; the mean confidence fell from 0.587 \
+to 0.559 at δ = 1e-4 and no further."""
 Predicted = dict[str, tuple[Tensor, ...]]
 """By method: probabilities `[N, C]`, or means and variances of y, `[N, 1]` each."""
 
@@ -224,7 +220,7 @@ def one_seed(settings: Settings, folder: Path | None, seed: int) -> Scores:
     return scores
 
 
-def claims() -> list[Claim]:
+def claims(records: Records) -> list[Claim]:
     """Better calibrated than MAP, and on other domains competitive with temperature scaling and ensembles.
 
     Competitive is no worse by 0.05 nats, an ECE of 0.02 or an RCE of 0.005, which is a mean of squares.
@@ -234,15 +230,37 @@ def claims() -> list[Claim]:
         error = "ECE" if task.likelihood == "classification" else "RCE"
         for where in (KNOWN, UNKNOWN):
             condition = f"{task.name}, {where}"
-            note = CALIBRATED if task in (TISSUE, WEALTH) and where == KNOWN else ""
-            found += [lower("figure 6", condition, measure, "LA", "MAP", note=note) for measure in ("NLL", error)]
+            found += [lower("figure 6", condition, measure, "LA", "MAP") for measure in ("NLL", error)]
         rivals = ("temperature", "DE") if task.likelihood == "classification" else ("DE",)
         for rival in rivals:
             condition = f"{task.name}, {UNKNOWN}"
-            note = IMPROBABLE if task is REVIEWS and rival == "temperature" else ""
-            found.append(lower("figure 6", condition, "NLL", "LA", rival, margin=0.05, note=note))
-            found.append(lower("figure 6", condition, error, "LA", rival, margin=0.02 if error == "ECE" else 0.005))
+            pair = [
+                lower("figure 6", condition, "NLL", "LA", rival, margin=0.05),
+                lower("figure 6", condition, error, "LA", rival, margin=0.02 if error == "ECE" else 0.005),
+            ]
+            note = NARROW if task is REVIEWS else _confidences(task)
+            found += [
+                replace(claim, note=note)
+                if rival == "temperature" and check(claim, records).verdict in ("fails", "undecided")
+                else claim
+                for claim in pair
+            ]
     return found
+
+
+def _confidences(task: DomainTask) -> Callable[[Records], str]:
+    """What the NLL of validation data makes of confidences on known domains."""
+
+    def note(records: Records) -> str:
+        condition = f"{task.name}, {KNOWN}"
+        found = ", ".join(f"{method} {records.estimate(condition, method, 'confidence')}" for method in METHODS)
+        accuracy = records.estimate(condition, "MAP", "accuracy")
+        return (
+            "With the smallest NLL a temperature leaves confidence nearer to accuracy than a prior precision does. "
+            f"{condition}: accuracy of MAP {accuracy}, confidence of {found}."
+        )
+
+    return note
 
 
 def draw(records: Records, output: Path) -> None:
@@ -279,11 +297,11 @@ def main(options: Options) -> None:
         options, records, script="wilds", paper="Daxberger et al. (2021), 4.3, C.3",
         protocol=PROTOCOL,
         tables=[table(records, condition, f"figures 6 and 10: {condition}") for condition in records.conditions()],
-        claims=claims(),
+        claims=claims(records),
         missing=MISSING,
     )  # fmt: skip
     draw(records, options.output)
 
 
 if __name__ == "__main__":
-    main(parse(__doc__, "wilds", range(8)))
+    main(parse(__doc__, "wilds"))
