@@ -12,7 +12,7 @@ from laplace import FunctionalLaplace, Laplace
 from protocol.baselines.mean_field import MeanField, mean_field
 from protocol.claims import orders
 from protocol.data import Part, Split, waveform
-from protocol.linearised import SMALL, Candidates, Posteriors, Task, make_split
+from protocol.linearised import SMALL, Candidates, Posteriors, Settings, Task, make_split
 from protocol.records import Scores
 from protocol.stacked import Steps, losses, map_networks, probabilities, stacked_outputs, stacked_start
 
@@ -118,6 +118,17 @@ def test_split_is_stratified_and_standardised() -> None:
     assert [len(part) for part in (split.train, split.validation, split.test)] == [70, 15, 15]
     assert split.train.y.bincount().tolist() in ([17, 18, 17, 18], [18, 17, 18, 17], [18, 18, 17, 17], [17, 17, 18, 18])
     torch.testing.assert_close(split.train.x.std(0, correction=0), torch.ones(3, dtype=torch.float64))
+
+
+def test_data_that_are_no_part_of_the_set_are_for_tests() -> None:
+    data = points(100, 4)
+    task = Task(lambda seed: data, 4, n_data=40)
+    split = make_split(task, Settings(), 0)
+    assert [len(part) for part in (split.train, split.validation, split.test)] == [28, 6, 6]
+    more = make_split(replace(task, tests_on_rest=True), Settings(), 0)
+    assert [len(part) for part in (more.train, more.validation, more.test)] == [28, 6, 66]
+    torch.testing.assert_close(more.test.x[:6], split.test.x)
+    assert len(torch.cat([more.train.x, more.validation.x, more.test.x]).unique(dim=0)) == 100
 
 
 def test_waves_are_means_of_two_triangles() -> None:
