@@ -180,7 +180,8 @@ def _attach(path: str, finder: LegacyFinder) -> None:
     """
     parent_name, _, leaf = path.rpartition(".")
     parent = import_module(parent_name)
-    if PathFinder.find_spec(path, getattr(parent, "__path__", None)) is not None:
+    places = getattr(parent, "__path__", None)
+    if places is None or PathFinder.find_spec(path, places) is not None:  # a real file, or a real parent without any
         return
     import_module(path)
     if leaf in finder.table[path]:
