@@ -181,8 +181,8 @@ def _attach(path: str, finder: LegacyFinder) -> None:
     parent_name, _, leaf = path.rpartition(".")
     parent = import_module(parent_name)
     places = getattr(parent, "__path__", None)
-    if places is None or PathFinder.find_spec(path, places) is not None:  # a real file, or a real parent without any
-        return
+    if places is None or PathFinder.find_spec(path, places) is not None:
+        return  # the module is a real file, or its parent is one and no package
     import_module(path)
     if leaf in finder.table[path]:
         parent.__dict__.pop(leaf, None)

@@ -29,7 +29,7 @@ def package():
 OLD = {
     "oldlib.base": {"OrderedDict": "collections:OrderedDict", "Missing": "collections:NoSuchThing"},
     "oldlib.utils": {"sqrt": "math:sqrt"},
-    "oldlib.utils.math": {"pi": "math:pi"},
+    "oldlib.utils.circle": {"pi": "math:pi"},
     "oldlib.train": {"train": "math:cos"},
 }
 
@@ -41,7 +41,7 @@ def test_names_come_from_their_real_modules(package):
 
     import oldlib.base as base
     from oldlib.utils import sqrt
-    from oldlib.utils.math import pi
+    from oldlib.utils.circle import pi
 
     assert base.OrderedDict is OrderedDict
     assert sqrt is math.sqrt
@@ -49,7 +49,7 @@ def test_names_come_from_their_real_modules(package):
     assert base.hidden == math.e
     assert base.__all__ == ["OrderedDict", "Missing"]
     assert {"OrderedDict", "hidden"} <= set(dir(base))
-    assert package.utils.math.pi == math.pi
+    assert package.utils.circle.pi == math.pi
 
 
 def test_unknown_names_are_errors(package):
