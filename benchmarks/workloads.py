@@ -417,7 +417,7 @@ def _with_adapters(model: nn.Module, targets: list[str], device: torch.device, *
         return get_peft_model(model, config).to(device).eval()
 
 
-def _gpt2(device: torch.device) -> nn.Module:
+def gpt2_with_adapters(device: torch.device) -> nn.Module:
     """124 million weights, of which 294,912 are those of adapters of the attention's inputs."""
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
@@ -447,7 +447,7 @@ def _fitted_adapters(model: nn.Module, device: torch.device) -> ParametricLaplac
 
 def gpt2_first_evidence(device: torch.device) -> Job:
     """Of a posterior that was loaded, and has computed nothing yet."""
-    model = _gpt2(device)
+    model = gpt2_with_adapters(device)
     state = _fitted_adapters(model, device).state_dict()
 
     def loaded() -> ParametricLaplace:
@@ -460,7 +460,7 @@ def gpt2_first_evidence(device: torch.device) -> Job:
 
 def gpt2_state(device: torch.device) -> Job:
     """Bytes of the state."""
-    model = _gpt2(device)
+    model = gpt2_with_adapters(device)
     return Job(lambda _: _fitted_adapters(model, device), held=lambda la: work.held_bytes(la.state_dict()))
 
 

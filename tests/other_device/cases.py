@@ -41,6 +41,8 @@ Run = Callable[[str], Values]
 
 CASES: dict[str, Run] = {}
 """What is computed on a device, by name."""
+CARD_CASES: dict[str, Run] = {}
+"""What only a card is asked for: the device in software has none of its fused kernels."""
 READINGS = {"ekfac": 2, "lowrank": 4, "lowrank_kron": 2}
 """How often a fit reads the data, where that is more than once."""
 COUNTED = [("classification", *cell) for cell in grid.CELLS]
@@ -56,7 +58,8 @@ def moved(value: Any, device: str) -> Any:
 
 
 def seeded(device: str) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(3)
+    """The software's device draws the CPU's numbers; a card draws others, and is given the host's."""
+    return torch.Generator(device=device if device == other.NAME else "cpu").manual_seed(3)
 
 
 def data(likelihood: str, device: str, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -191,6 +194,19 @@ def _one_file(device: str) -> Values:
             la.save(Path(folder) / "la.safetensors")
             again = laplace.load(Path(folder) / "la.safetensors", grid.network().to(device))
             values += [la(x), again(x)]
+    return values
+
+
+@case("a state of the device on the host")
+def _to_host(device: str) -> Values:
+    values: Values = []
+    with tempfile.TemporaryDirectory() as folder:
+        for weights, structure in SAVED:
+            la = fitted(device, weights, structure, prior_precision=0.7)
+            la.save(Path(folder) / "la.safetensors")
+            again = laplace.load(Path(folder) / "la.safetensors", grid.network())
+            x = data("classification", "cpu")[0][0]
+            values += [la(x.to(device)), again(x).to(device)]
     return values
 
 
@@ -396,6 +412,34 @@ class Encoder(nn.Module):
 def images() -> nn.Module:
     layers = (nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1, stride=2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
+
+
+class Recurrent(nn.Module):
+    """Two layers in both directions, and a head on the last step."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrent, self.head = kind(2, 3, 2, batch_first=True, bidirectional=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+def series(kind: type[nn.RNNBase], structure: str, weights: str) -> Run:
+    def run(device: str) -> Values:
+        torch.manual_seed(0)
+        model, x = Recurrent(kind).eval().to(device), torch.randn(6, 4, 2).to(device)
+        la = Laplace(model, "classification", weights, structure)
+        la.fit([(x, (torch.arange(6) % 3).to(device))])
+        values = [la(x), la.log_marginal_likelihood(), la(x, pred_type="nn", n_samples=2, generator=seeded(device))]
+        return [*values, la.predict(x).latent.covariance, model(x).detach()]
+
+    return run
+
+
+for kind in (nn.LSTM, nn.GRU, nn.RNN):
+    for weights, structure in [("all", "kron"), ("all", "full"), ("last_layer", "kron")]:
+        CARD_CASES[f"{kind.__name__}, {weights}, {structure}"] = series(kind, structure, weights)
 
 
 def layers(make: Callable[[], nn.Module], structure: str, weights: str) -> Run:

@@ -1,0 +1,50 @@
+"""What an accelerator pays for: operations that are dispatched, and numbers that the host reads and waits for."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_linalg_check_errors"}
+_READS |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
+"""Operations whose results, or whose sizes, the host waits for."""
+_COPIES = {"copy_", "_to_copy"}
+
+
+@cache
+def _about(operation: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it gives a view of what it is given."""
+    returned = [result.alias_info for result in operation._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    return operation._schema.name.removeprefix("aten::"), is_view or operation.name().startswith("aten::detach")
+
+
+class Counted(TorchDispatchMode):
+    """Counts within its block, those of backward passes included.
+
+    Attributes:
+        operations: That are no views: each is a launch of a kernel, or several.
+        reads: For which the host waits: numbers, and tensors that are copied to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, and counts it."""
+        result = func(*args, **(kwargs or {}))
+        name, is_view = _about(func)
+        self.operations += not is_view
+        self.reads += name in _READS or (name in _COPIES and _to_host(args, result))
+        return result
+
+
+def _to_host(args: Any, result: Any) -> bool:
+    """Whether a copy went from an accelerator to the host."""
+    source = next(x for x in reversed(args[:2]) if isinstance(x, torch.Tensor))
+    return result.device.type == "cpu" and source.device.type != "cpu"
