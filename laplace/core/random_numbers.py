@@ -1,4 +1,7 @@
-"""Random numbers: drawn where the generator lives, then moved, so that equal seeds give equal numbers."""
+"""Random numbers: drawn where the generator lives, then moved, so that equal seeds give equal numbers.
+
+Seeds of our own are those of a generator of the host: every device then has the numbers of the CPU.
+"""
 
 from __future__ import annotations
 

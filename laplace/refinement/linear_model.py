@@ -66,7 +66,7 @@ class Smoothing:
         """Points for a likelihood; `widest` is the largest standard deviation of an output that is to be expected."""
         if likelihood.independent_outputs:
             return cls(*_quadrature(widest, like.device), independent=True)
-        source = generator or torch.Generator(device=like.device).manual_seed(0)
+        source = generator or torch.Generator().manual_seed(0)
         half = standard_normal((-(-n_samples // 2), n_outputs), widened(like), source)
         if len(half) > n_outputs:  # unit second moments: expectations of quadratic functions are exact
             root = torch.linalg.cholesky(half.mT @ half / len(half))

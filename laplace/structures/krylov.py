@@ -219,7 +219,7 @@ def sketch(products: DataProducts, rank: int, seed: int) -> Subspace:
     rank = min(rank, n_params, _SKETCH_BYTES // (like.element_size() * n_params))
     width = min(rank + _OVERSAMPLING, n_params) if rank else 0
     with torch.inference_mode(False), torch.no_grad():
-        generator = torch.Generator(device=like.device).manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         basis = subspace.orthonormalise_(standard_normal((width, n_params), like, generator))
         one = like.new_ones(1)
         if width:
@@ -264,9 +264,9 @@ def _forms(solution: Solution) -> Tensor:
 
 def signs(n_probes: int, n_params: int, like: Tensor, seed: int) -> Tensor:
     """Probes z of independent signs, `[n, P]`, the same for every call with a seed."""
-    generator = torch.Generator(device=like.device).manual_seed(seed)
-    draws = torch.randint(2, (n_probes, n_params), generator=generator, device=like.device, dtype=torch.int8)
-    return draws.to(like.dtype).mul_(2).sub_(1)
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(2, (n_probes, n_params), generator=generator, dtype=torch.int8)
+    return draws.to(like.device, like.dtype).mul_(2).sub_(1)
 
 
 # Reports of iterative answers: residuals, products, standard errors.

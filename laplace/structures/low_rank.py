@@ -419,7 +419,7 @@ class LowRankCurvature(Curvature):
                 "eigenvalues of the exact Hessian cancel in its trace. Give rank as an int, or use backend=NativeGGN."
             )
         wanted = _FIRST_RANK if options.is_share else int(options.rank)
-        generator = torch.Generator(device=engine.problem.device).manual_seed(options.seed)
+        generator = torch.Generator().manual_seed(options.seed)
         return _Reading.starting(engine, options, generator, wanted + options.oversampling)
 
     @classmethod

@@ -131,7 +131,7 @@ def leading(pairs: RitzPairs, count: int, seed: int) -> Tensor:
     inside = int((group < count).sum())
     if inside == len(group):
         return pairs.vectors[:count].clone()
-    generator = torch.Generator(device=group.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     probes = standard_normal((inside, pairs.vectors.shape[1]), pairs.vectors, generator)
     chosen = torch.linalg.qr(inner(probes, pairs.vectors[group]).T)[0].T
     first = pairs.vectors[:count].clone()

@@ -60,10 +60,10 @@ class Predictive:
         options = PredictOptions(self.pred_type, self.n_samples, link_approx=self.link_approx)
         return options.kind(posterior.choices.pred_types)
 
-    def summaries(self, likelihood: Likelihood, device: torch.device, *, for_scores: bool) -> Summaries:
+    def summaries(self, likelihood: Likelihood, *, for_scores: bool) -> Summaries:
         """Summaries with a seed of their own, the next one of the generator; `for_scores` as of `Target.summary`."""
         seeded = self.generator is not None
-        generator = self.generator if seeded else torch.Generator(device=device).manual_seed(0)
+        generator = self.generator if seeded else torch.Generator().manual_seed(0)
         return Summaries(likelihood, self, drawn_seed(generator), for_scores)
 
 
@@ -91,15 +91,15 @@ class Summaries:
         """A Jacobian whose covariances are summed in float64 where samples are drawn from them."""
         return replace(jacobian, wide=self.predictive.link_approx == LinkApprox.MC)
 
-    def draws(self, device: torch.device) -> torch.Generator:
+    def draws(self) -> torch.Generator:
         """The source of randomness, in the same state at every call."""
-        return torch.Generator(device=device).manual_seed(self.seed)
+        return torch.Generator().manual_seed(self.seed)
 
     def of_gaussian(self, mean: Tensor, variance: Tensor) -> Prediction:
         """Summary of f with mean `[B, C]` and variances `[B, C]` or covariances `[B, C, C]`."""
         return self.likelihood.target.summary(
             self.likelihood, mean, variance, self.predictive.link_approx, self.predictive.n_samples,
-            self.draws(mean.device), for_scores=self.for_scores,
+            self.draws(), for_scores=self.for_scores,
         )  # fmt: skip
 
     def of_gaussians(self, mean: Tensor, variances: Tensor) -> Prediction:
@@ -161,7 +161,7 @@ class Candidates:
             weights = torch.stack([posterior.at(setting).evidence.weights.mean() for setting in settings])
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
             self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
-        self.summaries = predictive.summaries(posterior.likelihood, self.priors.device, for_scores=not whole_covariance)
+        self.summaries = predictive.summaries(posterior.likelihood, for_scores=not whole_covariance)
         self._weights: dict[int, Tensor] = {}
 
     def groups(self, n_data: int) -> list[slice]:
@@ -236,7 +236,7 @@ class Candidates:
             with posterior.at(self.settings[group.start]).as_user_object() as la:
                 prediction = la(
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
-                    diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(self.priors.device),
+                    diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(),
                 )  # fmt: skip
             return rows_of_call(prediction, channel_dim)
 
@@ -280,7 +280,7 @@ class Candidates:
         if i in self._weights:
             return self._weights[i]
         mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
-        draws = self.summaries.draws(self.priors.device)
+        draws = self.summaries.draws()
         if posterior.overrides("sample", *POSTERIOR):
             weights = posterior.sampler()(n_samples, draws)
         else:

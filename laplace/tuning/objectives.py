@@ -247,9 +247,7 @@ class SmoothLoss(ValidationLoss):
             if data.ood_loader is not None:
                 self.entropy = entropy_of(group.likelihood)
                 self.outside = [self._run(*batch) for batch in data.ood_inputs(first)]
-        self.summaries = predictive.summaries(
-            group.likelihood, first.hypers.device, for_scores=not self.loss.whole_covariance
-        )
+        self.summaries = predictive.summaries(group.likelihood, for_scores=not self.loss.whole_covariance)
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[_Batch]:
         """One pass of every network over a batch."""

@@ -66,6 +66,15 @@ def data(likelihood: str, device: str, seed: int = 3) -> list[tuple[Tensor, Tens
     return moved(grid.batches(likelihood, seed=seed), device)
 
 
+def trainable(device: str, likelihood: str = "classification") -> nn.Module:
+    """A network without dropout, whose numbers a card draws itself."""
+    model = grid.network(likelihood)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.to(device)
+
+
 def made(device: str, weights: str, structure: str, likelihood: str = "classification", **options: Any) -> Any:
     return grid.make(weights, structure, likelihood, grid.network(likelihood).to(device), **options)
 
@@ -296,7 +305,7 @@ def _online(device: str) -> Values:
     values: Values = []
     for likelihood in ("classification", "regression"):
         for structure in ("diag", "kron", "full"):
-            model = grid.network(likelihood).to(device)
+            model = trainable(device, likelihood)
             la, *_ = marglik_training(
                 model, data(likelihood, device), likelihood, structure, n_epochs=2, n_hypersteps=2
             )
@@ -309,7 +318,7 @@ def _refinement(device: str) -> Values:
     values: Values = []
     for structure, method in [("full", "map"), ("kron", "map"), ("diag", "variational")]:
         la = fitted(device, "last_layer", structure)
-        la.refine(data("classification", device), method, max_steps=2, n_samples=4)
+        la.refine(data("classification", device), method, max_steps=2, n_samples=4, generator=seeded(device))
         values += [la(data("classification", device)[0][0]), la.log_marginal_likelihood()]
     gp = FunctionalLaplace(grid.network().to(device), "classification", n_subset=8)
     gp.fit(data("classification", device))
@@ -335,7 +344,7 @@ def _curvatures(device: str) -> Values:
 def _masks(device: str) -> Values:
     values: Values = []
     train = data("classification", device)
-    model = grid.network().to(device)
+    model = trainable(device)
     scored = Laplace(model, "classification", "all", "diag")
     masks = [
         RandomSubnetMask(model, 5, generator=seeded("cpu")),
@@ -357,7 +366,7 @@ def _tasks(device: str) -> Values:
     values: Values = []
     for weights, structure in [("all", "kron"), ("last_layer", "full"), ("subnetwork", "diag")]:
         options = {"last_layer_name": "3"} if weights == "last_layer" else {}
-        la = made(device, weights, structure, **options)
+        la = grid.make(weights, structure, model=trainable(device), **options)
         tasks = [data("classification", device, seed) for seed in (3, 4)]
         found = continual_training(la, tasks, n_epochs=1)
         values += [task.log_marginal_likelihood for task in found] + [la(tasks[0][0][0])]
@@ -370,7 +379,7 @@ def _predictions(device: str) -> Values:
     for likelihood in grid.LIKELIHOODS:
         la = fitted(device, "last_layer", "kron", likelihood)
         x = data(likelihood, device)[0][0]
-        prediction = la.predict(x)
+        prediction = la.predict(x, generator=seeded(device))
         values += [prediction.latent.mean, prediction.latent.covariance, prediction.variance, prediction.entropy]
         if likelihood not in ("classification", "reward_modeling"):
             values += [*prediction.interval()]
