@@ -44,7 +44,10 @@ class Pairs:
 
     def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
         """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, for δ of every run `[n]`, or of all `[1]`; differentiable in both."""
-        terms, ratios, is_one = self._terms, scale / deltas, deltas.numel() == 1
+        ratios, is_one = scale / deltas, deltas.numel() == 1
+        if ratios.device.type != "cpu":  # where logarithms cost less than to wait for the largest ratio
+            return log_det_ratio(self.values(), ratios, (sum(self.sizes),) if is_one else self.sizes)
+        terms = self._terms
         if (ratios if is_one else ratios.detach().amax()).item() <= terms.limit:
             return _summed(terms.first, terms.second, ratios, (len(terms.first),) if is_one else terms.sizes)
         return log_det_ratio(self.values(), ratios, (sum(self.sizes),) if is_one else self.sizes)

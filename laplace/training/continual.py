@@ -115,12 +115,12 @@ class TaskFit:
         """
         start = self.former.prior_precision.detach()
 
-        def evaluate(logs: Tensor) -> tuple[float, Tensor]:
+        def evaluate(logs: Tensor) -> tuple[Tensor, Tensor]:
             with autograd_mode(), torch.enable_grad():
                 leaf = logs.clone().requires_grad_()
                 value = -self.log_marginal_likelihood(leaf.exp())
                 (gradient,) = torch.autograd.grad(value, leaf)
-                return value.item(), gradient
+                return value.detach(), gradient
 
         return minimise(evaluate, start.log(), SearchOptions("adam", n_steps, lr)).best.exp()
 

@@ -54,12 +54,12 @@ class EvidenceObjective(Objective):
         if self.group.combined is log_mean_exp:
             require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
 
-    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             value = self.group.at(coordinates.hypers(leaf)).log_evidence()
             (gradient,) = torch.autograd.grad(value, leaf)
-            return -value.item(), -gradient
+            return -value.detach(), -gradient
 
     def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
         """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next δ (Antorán et al., 2023, section 3.3).
@@ -262,7 +262,7 @@ class SmoothLoss(ValidationLoss):
                 rows.append(_Batch([jacobian for jacobian, _ in parts], mean, targets))
         return rows
 
-    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         every = [*self.inside, *self.outside]
         with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
@@ -280,7 +280,7 @@ class SmoothLoss(ValidationLoss):
                         "method='grid', or compute the posterior with torch."
                     )
                 (gradient,) = torch.autograd.grad(loss, leaf)
-                return loss.item(), gradient
+                return loss.detach(), gradient
             precisions = [posterior.evidence.precision for posterior in group.posteriors]
             # What a precision keeps must not depend on who asks first: with a graph, or without.
             still = self.group.at(coordinates.hypers(logs.detach()))
@@ -305,7 +305,7 @@ class SmoothLoss(ValidationLoss):
             for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
                 if slope is not None:
                     gradient = gradient + _through(precision, constant, part, slope, leaf)
-            return loss.item(), gradient
+            return loss.detach(), gradient
 
     def _users_variance(self, posterior: Posterior, batch: _Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, with its graph."""

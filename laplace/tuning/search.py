@@ -115,8 +115,8 @@ class Objective(ABC):
 
     group: PosteriorGroup
 
-    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[float, Tensor]:
-        """The value to be made small and its gradient `[n]` at logarithms `[n]`."""
+    def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
+        """The value to be made small, 0-dim without a graph, and its gradient `[n]` at logarithms `[n]`."""
         raise UnsupportedError(f"{type(self).__name__} has no gradient; use method='grid'.")
 
     def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
@@ -301,8 +301,8 @@ def _lengths(structure: str, layout: Layout) -> dict[str, int]:
 # By gradients: Adam or L-BFGS on logarithms, and the best value seen
 # ----------------------------------------------------------------------------------------------------------------------
 
-Evaluate = Callable[[Tensor], tuple[float, Tensor]]
-"""Maps a vector of logarithms `[n]` to the value to be made small and its gradient `[n]`."""
+Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Maps a vector of logarithms `[n]` to the value to be made small, 0-dim, and its gradient `[n]`."""
 
 BOUND = 23.0
 """Largest |log| that a search reaches from a start within it: 1e-10 to 1e10."""
@@ -312,6 +312,32 @@ _FIXED_POINT_TOLERANCE = 1e-3
 
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 """Constants of Adam: the two decays, and what keeps the step finite."""
+
+_AT_ONCE = 50
+"""Steps of Adam whose values are read together, where none of them decides about the next: every reading of a number
+waits for the device."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """What was computed at logarithms `[n]` within the bound."""
+
+    logs: Tensor
+    value: Tensor  # 0-dim
+    gradient: Tensor  # `[n]`
+
+    def gradient_at(self, logs: Tensor) -> Tensor:
+        """The gradient at the logarithms of which this is the nearest point within: outside nothing changes."""
+        return self.gradient.where(self.logs == logs, 0.0)
+
+
+def _read(points: Sequence[_Point]) -> list[tuple[float, float]]:
+    """The value and the largest slope of every point (NaN where an entry of its gradient is), in one transfer."""
+    if not points:
+        return []
+    slopes = torch.stack([point.gradient for point in points]).abs().amax(1)
+    values = torch.stack([point.value for point in points])
+    return list(zip(*torch.stack([widened(values), widened(slopes)]).tolist(), strict=True))
 
 
 @dataclass
@@ -325,16 +351,15 @@ class Course:
     bad: int = 0  # how many values or gradients were not finite
     converged: bool = False  # whether the gradient vanished, or nothing got better any more
 
-    def record(self, logs: Tensor, value: float, gradient: Tensor) -> float | None:
-        """Takes note of an evaluation; its slope, or None where it is not finite."""
+    def record(self, logs: Tensor, value: float, slope: float) -> bool:
+        """Takes note of an evaluation and its largest slope; False where they are not finite."""
         self.values.append(value)
-        slope = gradient.abs().max().item()  # NaN if an entry is
         if not math.isfinite(value) or not math.isfinite(slope):
             self.bad += 1
-            return None
+            return False
         if value < self.best_value:
             self.best, self.best_value, self.slope = logs.detach().clone(), value, slope
-        return slope
+        return True
 
     def is_flat(self) -> bool:
         """True if all values were the same number but for rounding."""
@@ -389,23 +414,25 @@ def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Cours
 
     with tqdm(total=total, desc=options.label, disable=not options.progress_bar) as bar:
 
-        def step(logs: Tensor) -> tuple[float, Tensor] | None:
+        def evaluated(logs: Tensor) -> _Point:
             inside = logs.detach().clamp(lower, upper)
             value, gradient = evaluate(inside)
             bar.update()
-            slope = course.record(inside, value, gradient)
-            if slope is None:
-                return None
-            if slope <= tolerance * max(1.0, abs(value)):
+            return _Point(inside, value, gradient)
+
+        def recorded(point: _Point, value: float, slope: float) -> bool:
+            is_finite = course.record(point.logs, value, slope)
+            if is_finite and slope <= tolerance * max(1.0, abs(value)):
                 course.converged = True
                 raise _Finished
-            # Outside of the bound nothing changes.
-            return value, gradient.where(inside == logs.detach(), 0.0)
+            return is_finite
 
         with contextlib.suppress(_Finished):
-            course.converged = _METHODS[options.method](step, start.detach().clone(), options, course)
+            method = _METHODS[options.method]
+            course.converged = method(evaluated, recorded, start.detach().clone(), options, course)
         if len(course.values) == 1 and course.slope == 0:  # a minimum, or a flat function?
-            course.record(start + 1, *evaluate(start + 1))
+            beside = _Point(start + 1, *evaluate(start + 1))
+            course.record(beside.logs, *_read([beside])[0])
     if not math.isfinite(course.best_value):
         raise InvalidArgument(
             "the objective is not finite where the search starts; check the data, the fit and the start."
@@ -413,23 +440,34 @@ def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Cours
     return course
 
 
-Step = Callable[[Tensor], tuple[float, Tensor] | None]
+Evaluated = Callable[[Tensor], _Point]
+"""Evaluates at logarithms `[n]`."""
+Recorded = Callable[[_Point, float, float], bool]
+"""Takes note of a point with its value and slope; False where they are not finite."""
 
 
-def _adam(step: Step, logs: Tensor, options: SearchOptions, course: Course) -> bool:
+def _adam(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: SearchOptions, course: Course) -> bool:
     """After a value that is not finite Adam begins anew at the best point, with half the step size."""
-    lr = options.lr
+    lr, left = options.lr, options.n_steps + 1
     update = _AdamUpdate(logs, lr)
-    for _ in range(options.n_steps + 1):
-        evaluation = step(logs)
-        if evaluation is None:
-            if not math.isfinite(course.best_value):
-                return False
-            lr = lr / 2
-            logs = course.best.clone()
-            update = _AdamUpdate(logs, lr)
-            continue
-        logs = update(logs, evaluation[1])
+    while left:
+        points: list[_Point] = []
+        for _ in range(min(left, 1 if options.tolerance else _AT_ONCE)):
+            try:
+                points.append(evaluated(logs))
+            except Exception:
+                if all(math.isfinite(value + slope) for value, slope in _read(points)):
+                    raise
+                break  # a consequence of a point that was not finite
+            logs = update(logs, points[-1].gradient_at(logs))
+        for point, read in zip(points, _read(points), strict=True):
+            left -= 1
+            if not recorded(point, *read):
+                if not math.isfinite(course.best_value):
+                    return False
+                lr, logs = lr / 2, course.best.clone()
+                update = _AdamUpdate(logs, lr)
+                break
     return False
 
 
@@ -452,7 +490,7 @@ class _AdamUpdate:
         return logs.addcdiv(self.first, deviation, value=-self.lr / (1 - _BETA_1**self.n))
 
 
-def _lbfgs(step: Step, logs: Tensor, options: SearchOptions, course: Course) -> bool:
+def _lbfgs(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: SearchOptions, course: Course) -> bool:
     """A value that is not finite counts as a very bad one, which the line search steps back from."""
     logs.requires_grad_()
     n_steps = options.n_steps
@@ -461,20 +499,23 @@ def _lbfgs(step: Step, logs: Tensor, options: SearchOptions, course: Course) -> 
     )
 
     def closure() -> Tensor:
-        evaluation = step(logs)
-        if evaluation is None and not math.isfinite(course.best_value):
+        point = evaluated(logs)
+        value, slope = _read([point])[0]
+        is_finite = recorded(point, value, slope)
+        if not is_finite and not math.isfinite(course.best_value):
             raise _Finished
-        penalty = 1e3 * (1 + abs(course.best_value)), torch.zeros_like(logs)
-        value, gradient = penalty if evaluation is None else evaluation
-        logs.grad = gradient
-        return logs.new_tensor(value)
+        logs.grad = point.gradient_at(logs.detach()) if is_finite else torch.zeros_like(logs)
+        return logs.new_tensor(value if is_finite else 1e3 * (1 + abs(course.best_value)))
 
     optimizer.step(closure)
     spent = optimizer.state[logs]
     return spent["n_iter"] < n_steps and spent["func_evals"] < 4 * n_steps
 
 
-_METHODS: dict[str, Callable[[Step, Tensor, SearchOptions, Course], bool]] = {"adam": _adam, "lbfgs": _lbfgs}
+_METHODS: dict[str, Callable[[Evaluated, Recorded, Tensor, SearchOptions, Course], bool]] = {
+    "adam": _adam,
+    "lbfgs": _lbfgs,
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # On a grid

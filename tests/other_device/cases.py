@@ -530,6 +530,21 @@ def counts_of_training() -> dict[str, dict[str, int]]:
     return {"training": dict(many - few)}
 
 
+def counts_of_tuning() -> dict[str, dict[str, int]]:
+    """Reads and copies of steps of the evidence, beyond those of a single one."""
+    counted: dict[str, dict[str, int]] = {}
+    for weights, structure in [("all", "kron"), ("last_layer", "full"), ("subnetwork", "diag")]:
+        la = fitted(other.NAME, weights, structure)
+        seen = []
+        for n_steps in (1, 40):
+            la.optimize_prior_precision(n_steps=n_steps)  # what is computed once per posterior
+            other.SEEN.clear()
+            la.optimize_prior_precision(n_steps=n_steps)
+            seen.append(other.SEEN.copy())
+        counted[f"tuning, {weights}, {structure}"] = dict(seen[1] - seen[0])
+    return counted
+
+
 def refusals() -> dict[str, Any]:
     """What the device accepts and should not, and what it counts of a few operations."""
     there, here = torch.ones(3, device=other.NAME), torch.ones(3)
@@ -563,5 +578,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {"device": refusals()}
     found["counts"] = {", ".join(key): counts(*key) for key in COUNTED} | {"online": counts_of_training()}
+    found["tuning"] = counts_of_tuning()
     found["numbers"] = {name: difference(outcome(run, other.NAME), outcome(run, "cpu")) for name, run in CASES.items()}
     print(json.dumps(found))

@@ -65,3 +65,9 @@ def test_reads_and_copies_are_few() -> None:
     ]
     assert len(found) == len(cases.COUNTED) + 1
     assert not wrong, "\n".join(wrong)
+
+
+def test_steps_of_the_evidence_are_read_together() -> None:
+    found = report()["tuning"]
+    assert len(found) == 3
+    assert all(counted == {} for counted in found.values()), found
