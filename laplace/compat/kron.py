@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from numbers import Real
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from laplace.core.cached import cached_property
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, InvalidArgument
 

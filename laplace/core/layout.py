@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
+from laplace.core.cached import cached_property
 from laplace.errors import InvalidArgument
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.overrides import check_backend_assignment, is_ours
 from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
 from laplace.engines.engine import CurvatureEngine, EngineOptions

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from laplace.core.cached import cached_property
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.arguments import check_flag, check_length
 from laplace.core.batch import DataWeights, Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import Conditions, named
 from laplace.core.content import Content, ContentReader
 from laplace.core.inference import kept_for_later

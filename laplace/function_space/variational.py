@@ -12,7 +12,6 @@ has L Lᵀ = K⁻¹ S K⁻¹, S = Σ_n K_Zn Λ_n K_nZ: the posterior of all data
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout

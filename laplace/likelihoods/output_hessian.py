@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core.cached import cached_property
 from laplace.core.checks import require
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError

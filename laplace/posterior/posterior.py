@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.arguments import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
+from laplace.core.cached import cached_property
 from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later

@@ -29,8 +29,7 @@ from laplace.predictive.options import PredictOptions
 class LazyQuantity(property):
     """A property that is computed when it is first read, whatever grad mode the reader is in, and kept.
 
-    Its owner says by `create_graph` whether it can be differentiated. Before Python 3.12 `functools.cached_property`
-    has one lock for all owners: predictions in several threads would wait for each other.
+    Its owner says by `create_graph` whether it can be differentiated.
     """
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:

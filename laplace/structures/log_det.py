@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace.core.cached import cached_property
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import repeated
 from laplace.core.precision_policy import widened

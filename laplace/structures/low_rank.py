@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from laplace.core import nested
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from laplace.core import nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later

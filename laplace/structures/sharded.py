@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core import checks, nested
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later

@@ -11,7 +11,6 @@ import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.core.arguments import as_tensor, check_counts, check_length, positive
+from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened

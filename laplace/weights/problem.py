@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.cached import cached_property
 from laplace.core.layout import Layout
 from laplace.core.positions import ChannelsLast
 from laplace.core.processes import Processes

@@ -63,6 +63,12 @@ def test_unwanted_builtins_are_not_called(name: str) -> None:
     assert [path.name for path, _ in calls(name)] == (["grid.py"] if name == "exec" else [])
 
 
+def test_cached_properties_have_no_lock() -> None:
+    """Before Python 3.12 the standard library's have one, of the class."""
+    taken = [(path.name, node) for path, node in nodes(ast.ImportFrom) if node.module == "functools"]
+    assert not [name for name, node in taken if any(alias.name == "cached_property" for alias in node.names)]
+
+
 def test_no_assert_and_no_stub() -> None:
     wrong = [where(path, node) for path, node in nodes(ast.Assert)]
     wrong += [where(path, node) for path, node in nodes(ast.Name) if node.id == "NotImplementedError"]

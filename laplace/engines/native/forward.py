@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.memory import DATUM, in_slices
 from laplace.core.processes import Processes
 from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted

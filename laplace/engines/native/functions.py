@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from laplace.core.cached import cached_property
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.rules import BatchAxis, RoutedRows, evenly, output_gradients, patches_of

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import where_not_finite
 from laplace.core.memory import ran_out
 from laplace.engines.native.autograd import differentiable, pull

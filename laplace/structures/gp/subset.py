@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import named
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
