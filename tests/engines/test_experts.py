@@ -115,6 +115,38 @@ class Images(nn.Module):
         return self.head(torch.tanh(h).flatten(1))
 
 
+class RowByRow(nn.Module):
+    """Layers that are called once for every datum, the head among them, without a dimension for the data."""
+
+    shape = (N, 4)
+
+    def __init__(self, *, one_by_one: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 3))
+        self.table, self.one_by_one = nn.Embedding(2, 4), one_by_one
+
+    def row(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.table((x[..., 0] > 0).long()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.row(row) for row in x]) if self.one_by_one else self.row(x)
+
+
+class OneByOne(nn.Module):
+    """Layers on single images, numbers and scales, whose calls no rule knows."""
+
+    shape = (N, 2, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.slope, self.factor = nn.Conv1d(2, 3, 2), nn.PReLU(), nn.Parameter(torch.tensor(0.8))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.stack([self.conv(image).flatten() for image in x])
+        return self.head(torch.stack([torch.stack([self.factor * self.slope(v) for v in row]) for row in images]))
+
+
 NETWORKS: dict[str, Any] = {
     "data": Signs,
     "empty calls": lambda: Signs(skips=False),
@@ -124,6 +156,8 @@ NETWORKS: dict[str, Any] = {
     "top two": TopTwo,
     "slots": Slots,
     "images": Images,
+    "row by row": RowByRow,
+    "one by one": OneByOne,
 }
 
 
@@ -160,7 +194,7 @@ def test_splits_agree(name: str, structure: Any, split: str) -> None:
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "block"])
-@pytest.mark.parametrize("name", ["data", "tokens", "top two", "slots", "images"])
+@pytest.mark.parametrize("name", ["data", "tokens", "top two", "slots", "images", "row by row", "one by one"])
 def test_the_exact_structures_are_exact(name: str, structure: Any) -> None:
     model, x, y = problem(name)
     la = fitted(model, structure, [(x[:3], y[:3]), (x[3:], y[3:])])
@@ -169,6 +203,20 @@ def test_the_exact_structures_are_exact(name: str, structure: Any) -> None:
     kept = own != 0 if structure == "block" else torch.ones_like(own, dtype=torch.bool)
     kept = torch.eye(len(own), dtype=torch.bool) if structure == "diag" else kept
     assert_close(own[kept], exact[kept], "algebra")
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "lowrank_kron"])
+def test_layers_that_are_called_row_by_row_are_those_of_a_batch(structure: Any, weights: Any) -> None:
+    model, x, y = problem("row by row")
+    batch = RowByRow(one_by_one=False).double()
+    batch.load_state_dict(model.state_dict())
+    variances: list[Tensor] = []
+    for network in (model, batch):
+        la = Laplace(network, "classification", weights, structure)
+        la.fit([(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])])
+        variances.append(la.predict(x).latent_covariance)
+    assert_close(variances[0], variances[1], "algebra")
 
 
 def test_the_factors_are_sums_over_an_experts_rows() -> None:

@@ -349,6 +349,29 @@ class Folded(nn.Module):
         return self.a(x.reshape(-1, 2)).reshape(-1, D)
 
 
+class RowByRow(nn.Module):
+    """A layer that is called once for every datum, on its features alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.inner(row) for row in x])
+
+
+class TokenByToken(nn.Module):
+    """A convolution and a table that are called without a dimension for the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv1d(2, 3, 2), nn.Embedding(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [self.conv(row.view(2, 2)).flatten() + self.table((row[0] > 0).long()) for row in x]
+        return torch.cat([torch.stack(seen), x[:, :1]], 1)
+
+
 class Routed(nn.Module):
     """Two experts for data, chosen by the first sign; one that gets no datum is skipped."""
 
@@ -554,6 +577,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "positions": Positions,
     "folded": Folded,
     "tokens": lambda: Shaped(nn.Linear(2, 2), 2, 2),
+    "row by row": lambda: RowByRow(nn.Linear(D, D)),
+    "row by row, normalised": lambda: RowByRow(nn.Sequential(moved(nn.LayerNorm(D)), nn.Linear(D, D, bias=False))),
+    "token by token": TokenByToken,
     "routed": Routed,
     "routed tokens": RoutedTokens,
     "soft experts": Soft,

@@ -29,6 +29,11 @@ FAILED: dict[str, tuple[str, Case]] = {
         "splits",
         Case(0, ("routed", "tanh"), structure="kron", order="closed first", sizes=(1, 4)),
     ),
+    "a layer that is called row by row": ("oracle", Case(0, ("row by row", "tanh"), sizes=(3, 1))),
+    "a convolution and a table without a dimension for the data": (
+        "oracle",
+        Case(0, ("token by token", "tanh"), structure="kron", sizes=(3, 1)),
+    ),
     "exports of a backend whose Jacobians are a package's": ("exported", Case(0, ("tanh",), backend="AsdlGGN")),
 }
 """Cases that failed once, by what was wrong: the check, and a small case."""

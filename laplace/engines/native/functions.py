@@ -119,7 +119,7 @@ class LinearCall(FunctionCall):
         return not self.rows and not self.transposed
 
     def positions(self, n_data: int) -> int:
-        return evenly(self.x.shape[:-1].numel(), n_data) if self.x.ndim >= 2 else 0
+        return evenly(self.x.shape[:-1].numel(), n_data)
 
     def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         g = axis.positions(g, n_data, 1, batched=True).unsqueeze(3)
@@ -168,7 +168,7 @@ class TableCall(FunctionCall):
     padding: int | None  # A row that gets no gradient
 
     def positions(self, n_data: int) -> int:
-        return evenly(self.index.numel(), n_data) if self.index.ndim >= 1 else 0
+        return evenly(self.index.numel(), n_data)
 
     def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         return self.rows_of(axis.positions(self.index, n_data, 0), axis.positions(g, n_data, 1, batched=True))

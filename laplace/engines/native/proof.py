@@ -399,7 +399,7 @@ def _sees_batch(rule: JacobianRule, capture: Capture) -> bool:
 
     calls = [capture.calls[use.call] for use in rule.uses]
     leading = all(use.axis is BatchAxis.LEADING for use in rule.uses)
-    return leading and all(call.x.shape[0] == n_data or is_view_of_batch(call) for call in calls)
+    return leading and all(call.x.shape[:1] == (n_data,) or is_view_of_batch(call) for call in calls)
 
 
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
@@ -558,21 +558,21 @@ class Routing:
         for part in cotangents.split(step):
             gradients = self.capture.gradients(part, calls)
             for n in calls:
-                n_rows = _n_rows(self.capture.calls[n])
-                g = gradients[n].detach().reshape(len(part), n_rows, -1 if n_rows else 1)
+                n_rows, g = _n_rows(self.capture.calls[n]), gradients[n].detach()
+                g = g.reshape(len(part), n_rows, -1) if n_rows else g.new_empty(len(part), 0, 1)
                 reached[n].append(g.ne(0).any(2))
         each = (torch.cat(parts) for parts in reached)
         return [_between(r[0], (r[1:].long() << bits.unsqueeze(1)).sum(0), count) for r in each]
 
 
 def _n_rows(call: LayerCall) -> int:
-    """Number of rows of a call: its positions if the batch were one sample."""
+    """Number of rows of a call: its positions if the batch were one sample; 0 if no rule knows them."""
     if isinstance(call.by, SpreadCall):
         return call.shape[0] if call.shape else 0
     if not isinstance(call.by, nn.Module):
         return call.by.positions(1)
     rule = rule_for(call.by)
-    return 0 if rule is None else rule.positions(call.by, call.x, 1)
+    return rule.positions(call.by, call.x, 1) if rule is not None and rule.accepts(call.by, call.x) else 0
 
 
 def _between(known: Tensor, numbers: Tensor, count: int) -> Tensor:

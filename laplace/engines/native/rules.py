@@ -178,7 +178,7 @@ class LinearRule(LayerRule[Tensor]):
     name = "linear"
 
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
-        return evenly(x.shape[:-1].numel(), n_data) if x.ndim >= 2 else 0
+        return evenly(x.shape[:-1].numel(), n_data)  # of one row `[D]` the rows are one
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
@@ -315,7 +315,7 @@ class EmbeddingRule(LayerRule[Tensor]):
         return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
 
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
-        return evenly(x.numel(), n_data) if x.ndim >= 1 else 0
+        return evenly(x.numel(), n_data)
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         index = axis.positions(x, n_data, 0)
@@ -371,8 +371,7 @@ class TrailingScaleRule(_ScaleRule):
     """γ has the shape of the trailing dimensions: LayerNorm, RMSNorm."""
 
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
-        lead = x.shape[: x.ndim - self.n_features(module, x)]
-        return evenly(lead.numel(), n_data) if lead else 0
+        return evenly(x.shape[: x.ndim - self.n_features(module, x)].numel(), n_data)
 
     def n_features(self, module: nn.Module, x: Tensor) -> int:
         return len(module.normalized_shape)  # pyright: ignore[reportArgumentType]
