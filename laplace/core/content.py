@@ -20,6 +20,9 @@ _ENTRIES = 64
 _MOST = 4096
 """Data whose hashes are kept: those with the smallest, which are the same of equal data."""
 
+_PARTS = 64
+"""Parts that hashes are kept in: of more, as after updates one by one, the next update would take longer and longer."""
+
 _FEWEST = 4
 """Data that must be found before data are called the same; and distinct ones of which there must be so many."""
 
@@ -33,23 +36,22 @@ class Content:
     """Hashes of some of the data of one reading or of several."""
 
     hashes: tuple[Tensor, ...]  # one per datum, inputs with targets, in parts `[n]`
+    n_kept: int  # number of these
     n_hashed: int  # number of data that were hashed
     n_data: int  # number of data that were read
 
     def __add__(self, other: Content) -> Content:
-        hashes = (*self.hashes, *other.hashes)
-        if sum(map(len, hashes)) > 2 * _MOST:
-            hashes = (torch.cat([part.cpu() for part in hashes]).sort().values[:_MOST],)
-        return Content(hashes, self.n_hashed + other.n_hashed, self.n_data + other.n_data)
+        hashes, n_kept = (*self.hashes, *other.hashes), self.n_kept + other.n_kept
+        if n_kept > 2 * _MOST:
+            hashes, n_kept = (torch.cat([part.cpu() for part in hashes]).sort().values[:_MOST],), _MOST
+        elif len(hashes) > _PARTS:
+            hashes = (torch.cat([part.cpu() for part in hashes]),)
+        return Content(hashes, n_kept, self.n_hashed + other.n_hashed, self.n_data + other.n_data)
 
     @cached_property
     def _distinct(self) -> Tensor:
         """Different hashes, ascending."""
         return torch.cat([part.cpu() for part in self.hashes]).unique()
-
-    @property
-    def _kept(self) -> int:
-        return sum(map(len, self.hashes))
 
     def holds(self, other: Content) -> bool:
         """True if other data are, to all appearance, among these.
@@ -58,7 +60,7 @@ class Content:
         """
         if not self.hashes or not other.hashes:
             return False
-        if len(other._distinct) < max(_FEWEST, _DISTINCT * other._kept):
+        if len(other._distinct) < max(_FEWEST, _DISTINCT * other.n_kept):
             return False
         n_common = int(torch.isin(other._distinct, self._distinct).sum())
         share = min(1.0, len(self._distinct) / max(1, self.n_data))  # of these data that are known here
@@ -84,7 +86,7 @@ class ContentReader:
     @property
     def content(self) -> Content:
         """The digest of all batches so far."""
-        return Content(tuple(self._hashes), self._n_hashed, self._n_data)
+        return Content(tuple(self._hashes), self._n_hashed, self._n_hashed, self._n_data)
 
 
 def warn_of_training_data(fitted: Content, validation: Content) -> None:
