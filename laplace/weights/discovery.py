@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
@@ -19,27 +21,60 @@ from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_m
 from laplace.network.watch import DeterminismCheck
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules that can be a last layer."""
+"""Classes of modules that can be a last layer."""
 
 
-def require_linear(model: nn.Module, name: str) -> str:
-    """The first name of the `nn.Linear` of the model, or convolution (a linear layer on patches), that has this one.
+def is_linear(module: nn.Module | None) -> bool:
+    """True of an `nn.Linear`, a convolution (a linear layer on patches), and a module with the tensors of a linear one.
+
+    Those are a weight `[C, D]`, with a bias `[C]` or none, and nothing else: `Linear` of PyTorch Geometric, for one.
+    How its `forward` uses them is for a pass to say.
+    """
+    if module is None or isinstance(module, LINEAR):
+        return module is not None
+    own = {key: tensor for key, tensor in module.named_parameters() if tensor is not None}
+    weight = own.get("weight")
+    if weight is None or isinstance(module, _TABLES) or weight.ndim != 2 or own.keys() - {"weight", "bias"}:
+        return False
+    return "bias" not in own or own["bias"].shape == weight.shape[:1]
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose only tensor is a matrix that they read rows of."""
+
+
+def require_linear(model: nn.Module, name: str, candidates: list[str] | None = None) -> str:
+    """The first name of the linear layer of the model that has this one, see `is_linear`.
+
+    Args:
+        model: The network.
+        name: One of the layer's names.
+        candidates: Names of layers that an error may advise; None for the model's linear layers.
 
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
     modules = dict(named_modules_of(unwrap(model)))
-    if isinstance(modules.get(name), LINEAR):
+    if is_linear(modules.get(name)):
         return name
     layer = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
-    if isinstance(layer, LINEAR):
+    if is_linear(layer):
         return next(first for first, module in modules.items() if module is layer)
-    linear = [key for key, module in modules.items() if isinstance(module, LINEAR)]
     what = "not a module of this model" if layer is None else f"of type {type(layer).__name__}"
-    remedy = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
-    if not linear:
-        remedy = "The model has none: use subset_of_weights='all' or 'subnetwork'."
-    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {remedy}")
+    raise _not_linear(name, what, [key for key, m in modules.items() if is_linear(m)], candidates)
+
+
+def _not_linear(name: str, what: str, linear: list[str], heads: list[str] | None) -> InvalidArgument:
+    """The error of a last layer that is none; of `heads`, where they are known, those alone are advised."""
+    named = linear if heads is None else [head for head in heads if head in linear and head != name]
+    remedy = f"Pass last_layer_name= with the name of one that the model calls last; it has {named[-5:]}."
+    if not named:
+        none = "The model has none" if not linear else "None that last_layer_name= could name gives the outputs"
+        remedy = f"{none}: use subset_of_weights='all' or 'subnetwork'."
+    return InvalidArgument(
+        f"the last layer {name!r} is {what}; it must be an nn.Linear, a convolution, or a module whose forward is "
+        f"F.linear(x, weight, bias). {remedy}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,7 +95,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
         Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.
 
     Raises:
-        InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
+        InvalidArgument: No such module ran, or the last one is no linear layer.
         InvalidInputs: The model cannot be run on x.
     """
     inner = unwrap(model)
@@ -77,7 +112,43 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
             f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
             "pass last_layer_name= with the name of an nn.Linear that the model calls."
         )
-    return require_linear(inner, last)
+    layer = inner.get_submodule(last)
+    if isinstance(layer, LINEAR) or (is_linear(layer) and last in _products(inner, x, forward_fn)):
+        return last
+    linear = [name for name, module in named_modules_of(inner) if name != last and is_linear(module)]
+    seen = _last_and_heads(inner, x, forward_fn)
+    heads = None if seen is None else seen[1]
+    if heads is not None and all(tensor.ndim < 2 for tensor in layer.parameters()):  # a norm of what ran before it
+        heads += [name for name in finished[: finished.index(last)] if name in linear][-1:]
+    raise _not_linear(last, f"of type {type(layer).__name__}", linear, heads)
+
+
+def _products(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> set[str]:
+    """Names of the layers whose output is `F.linear` of their own weight, in a pass on `x`."""
+    names: set[str] = set()
+
+    def note(name: str, module: nn.Module, args: object, output: Any) -> None:
+        if calls.output is output and calls.weight is module._parameters.get("weight"):
+            names.add(name)
+
+    with _hooks(model, note), torch.no_grad(), _LinearCalls() as calls:
+        call_with_context(model, forward_fn, x)
+    return names
+
+
+class _LinearCalls(TorchFunctionMode):
+    """Knows the weight and the output of the latest call of `F.linear`."""
+
+    weight: Any = None
+    output: Any = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is functional.linear:
+            self.weight, self.output = args[1] if len(args) > 1 else (kwargs or {}).get("weight"), output
+        return output
 
 
 def _hooks(model: nn.Module, hook: Callable[..., Any]) -> ExitStack:
@@ -123,7 +194,7 @@ def random_head(
     the whole batch if the model does not take a part of it.
 
     Raises:
-        InvalidArgument: No layer with parameters ran, or the last one is neither an `nn.Linear` nor a convolution.
+        InvalidArgument: No layer with parameters ran, or the last one is no linear layer.
 
     Warns:
         ApproximationWarning: There are several heads, or the features of an input depend on its batch.

@@ -40,7 +40,7 @@ class LastLayer(Weights):
             time: without it the positions that the model picks or averages are found by differentiation.
 
     Raises:
-        InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
+        InvalidArgument: Unknown reduction, or the named module is no linear layer, see `is_linear`.
     """
 
     takes_fsdp = True
