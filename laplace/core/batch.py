@@ -1,17 +1,18 @@
 """The only code that knows what a batch looks like: pairs, longer tuples, mappings and graphs, with or without weights.
 
 Inputs `x` are a tensor, a tuple of tensors (batches with more than two parts: all but the last), a mapping (dict,
-`BatchEncoding`), or many graphs in one object (PyTorch Geometric's `Batch`). Everything else in the library passes them
-along untouched.
+`BatchEncoding`), a dataclass, or graphs of PyTorch Geometric, one (`Data`) or many in one object (`Batch`). Tensors may
+be sparse. With a `forward_fn` any other object is an input, too: the targets say how many data it holds. Everything
+else in the library passes inputs along untouched.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Number, Real
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey
 
 Inputs = Any
-"""A tensor, a tuple of tensors, a mapping of tensors, or a batch of graphs."""
+"""A tensor, a tuple of tensors, a mapping of tensors, a dataclass, graphs, or what a `forward_fn` takes."""
 
 ForwardFn = Callable[[nn.Module, Inputs], Any]
 
@@ -41,11 +42,12 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
                 f"dict_key_y={dict_key_y!r}; pass the key of the targets as dict_key_y."
             )
         return batch, _targets(batch[dict_key_y])
-    if are_graphs(batch):
-        return batch, _targets(getattr(batch, dict_key_y, getattr(batch, "y", None)))
     if isinstance(batch, Sequence) and len(batch) >= 2:
         *inputs, y = batch
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), _targets(y)
+    y = getattr(batch, dict_key_y, getattr(batch, "y", None))
+    if are_graphs(batch) or (isinstance(y, Tensor) and not isinstance(batch, Tensor)):
+        return batch, _targets(y)
     raise InvalidData(
         f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
         "(x1, x2, …, y) or mappings; for one batch of your own give [(x, y)]."
@@ -57,6 +59,23 @@ def are_graphs(x: Any) -> bool:
     if isinstance(x, Tensor | Mapping | tuple | list):
         return False
     return isinstance(getattr(x, "num_graphs", None), int) and callable(getattr(x, "to_data_list", None))
+
+
+def is_graph(x: Any) -> bool:
+    """True of one graph as PyTorch Geometric's data sets give it, a `Data` or `HeteroData`: one datum."""
+    return not are_graphs(x) and _has_stores(x)
+
+
+def _has_stores(x: Any) -> bool:
+    return not isinstance(x, Tensor | Mapping | tuple | list) and isinstance(getattr(x, "stores", None), list)
+
+
+def is_dense(x: Inputs) -> bool:
+    """True of inputs whose data are rows of dense tensors alone, so that they can be mapped over and joined."""
+    given = tensors(x)
+    if not given or _has_stores(x) or are_graphs(x) or any(map(_is_rows, _parts(x))):
+        return False
+    return all(tensor.layout is torch.strided for tensor in given)
 
 
 def without_names(batch: Any) -> Any:
@@ -116,9 +135,11 @@ def without_key(x: Mapping[Any, Any], key: str | None) -> Mapping[Any, Any]:
 def inputs(batch: Any) -> Inputs:
     """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple."""
     batch = without_names(batch)
-    if isinstance(batch, Tensor | Mapping) or are_graphs(batch):
+    if isinstance(batch, Tensor | Mapping) or are_graphs(batch) or _are_names(batch):
         return batch
-    if isinstance(batch, Sequence) and batch:
+    if not isinstance(batch, Sequence | Number | None):
+        return batch
+    if isinstance(batch, Sequence) and batch and not isinstance(batch, str):
         parts = tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
         return parts[0] if len(parts) == 1 else parts
     raise InvalidData(
@@ -140,10 +161,20 @@ def _targets(y: Any) -> Tensor:
 
 def tensors(x: Inputs) -> list[Tensor]:
     """All tensors among the inputs."""
-    if isinstance(x, Tensor):
-        return [x]
-    values = x.values() if isinstance(x, Mapping) else x.to_dict().values() if are_graphs(x) else x
-    return [value for value in values if isinstance(value, Tensor)]
+    return [x] if isinstance(x, Tensor) else [value for value in _parts(x) if isinstance(value, Tensor)]
+
+
+def _parts(x: Inputs) -> list[Any]:
+    """The parts of inputs of several; none of a tensor and of objects that are not looked into."""
+    if isinstance(x, Mapping):
+        return list(x.values())
+    if _has_stores(x):
+        return [value for store in x.stores for value in store.values()]
+    if are_graphs(x):
+        return list(x.to_dict().values())
+    if is_dataclass(x):
+        return [getattr(x, field.name) for field in fields(x)]
+    return list(x) if isinstance(x, tuple | list) else []
 
 
 def keys(x: Inputs) -> list[str] | None:
@@ -158,23 +189,49 @@ def entries(x: Inputs) -> dict[str, Any]:
 
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept."""
+    return _mapped(x, lambda part: function(part) if isinstance(part, Tensor) else part)
+
+
+def copied(x: Inputs) -> Inputs:
+    """Inputs with memory of their own, detached; objects that hold no tensors are returned as they are."""
+
+    def copy_of(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.detach().clone()
+        return copy.copy(part) if _is_rows(part) else part
+
+    return copy_of(x) if _is_rows(x) else _mapped(x, copy_of)
+
+
+def _mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
+    """Applies a function to every part of the inputs; objects that hold no tensors are returned as they are."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
-        new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+        new = {key: function(value) for key, value in x.items()}
         return new if isinstance(x, dict) else _rebuild(x, new)
-    if are_graphs(x):
+    if are_graphs(x) or _has_stores(x):
         return copy.copy(x).apply(function)
-    if not isinstance(x, Sequence) or (not tensors(x) and _holds_plain_numbers(x)):
-        raise InvalidData(
-            f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
-        )
-    return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        new = copy.copy(x)
+        for field in fields(x):  # of a frozen one, too, and without its own checks of what it is given
+            object.__setattr__(new, field.name, function(getattr(x, field.name)))
+        return new
+    return tuple(map(function, x)) if isinstance(x, tuple | list) and not _is_rows(x) else x
 
 
-def _holds_plain_numbers(x: Any) -> bool:
-    """True for a sequence of numbers or letters, or of such sequences."""
+def _is_rows(part: Any) -> bool:
+    """True of an array, and of a sequence of strings, numbers or sequences of numbers: a row for every datum."""
+    if isinstance(part, tuple | list):
+        return len(part) > 0 and _holds_plain_values(part)
+    return isinstance(part, Sized) and hasattr(part, "__array__") and not isinstance(part, Tensor)
+
+
+def _holds_plain_values(x: Any) -> bool:
+    """True for a string, a number, and sequences of them."""
     while isinstance(x, list | tuple) and x:
+        if any(isinstance(part, Tensor) for part in x):
+            return False
         x = x[0]
     return isinstance(x, str | Real)
 
@@ -188,46 +245,110 @@ def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, A
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs with every tensor on `device`."""
+    """Inputs with every tensor on `device`; objects that hold none are asked by their own `to`, if they have one."""
 
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            raise InvalidData("the inputs are on the meta device, which holds no numbers; give tensors that hold some.")
-        return tensor.to(device)
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if part.is_meta:
+                raise InvalidData(
+                    "the inputs are on the meta device, which holds no numbers; give tensors that hold some."
+                )
+            return part.to(device)
+        if tensors(part) and not isinstance(part, tuple | list):
+            return _mapped(part, moved)
+        own = None if isinstance(part, nn.Module) else getattr(part, "to", None)
+        if not callable(own):
+            return part
+        there = own(device)
+        return part if there is None else there  # of one that moves itself
 
-    return transform(x, moved)
+    return _mapped(x, moved) if isinstance(x, tuple | list) or tensors(x) else moved(x)
 
 
 def size(x: Inputs, dict_key_x: str) -> int:
-    """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
+    """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor).
+
+    Of objects without tensors it is their length, or 1 if they have none: what is known without targets.
+    """
     if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
     if not isinstance(x, Mapping) and are_graphs(x):
         return int(x.num_graphs)
+    if is_graph(x):
+        return 1
     first = next(iter(tensors(x)), None)
+    if first is None and not (isinstance(x, tuple | list | Mapping) and not len(x)):
+        return next((len(part) for part in (x, *_parts(x)) if _is_rows(part)), 1)
     if first is None or first.ndim == 0:
         raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
     return int(first.shape[0])
 
 
+def can_split(x: Inputs, n: int) -> bool:
+    """True if data can be selected of n: not of objects that hold no tensors and no rows, nor of a single graph."""
+    if n == 1:
+        return True
+    return not is_graph(x) and (bool(tensors(x)) or any(_is_rows(p) and len(p) == n for p in (x, *_parts(x))))
+
+
 def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
-    """Rows `index` of every tensor whose leading dimension is the batch size `n`; of n graphs these graphs."""
+    """Rows `index` of every tensor whose leading dimension is the batch size `n`; of n graphs these graphs.
+
+    So it is with arrays, and with lists of strings.
+
+    Raises:
+        InvalidData: The data of an object are asked for one by one, that does not give them.
+    """
     if are_graphs(x):
         if x.num_graphs != n:
             return x
         whole = x.to_data_list()
         kinds = (getattr(base, "from_data_list", None) and base for base in reversed(type(x).__mro__))
         kind: Any = next(base for base in kinds if base is not None)  # the first of them, and none that it made
-        rows = torch.arange(n)[index if isinstance(index, slice) else index.cpu()]
-        return kind.from_data_list([whole[i] for i in rows.tolist()])
-    return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
+        return kind.from_data_list([whole[i] for i in _indices(index, n)])
+    if not can_split(x, n) or is_graph(x) or (n == 1 and not tensors(x) and not _is_rows(x)):
+        if _indices(index, n) == list(range(n)):
+            return x
+        raise InvalidData(
+            f"the inputs are of type {type(x).__name__}, of which single data cannot be taken; give a tensor, a tuple, "
+            "a mapping or a dataclass of tensors, a list of strings or an array, with the data in their first "
+            "dimension; or one datum at a time."
+        )
+
+    def rows(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return _rows_of(part, index) if part.ndim and part.shape[0] == n else part
+        if not _is_rows(part) or len(part) != n:
+            return part
+        at = _indices(index, n)
+        return type(part)(part[i] for i in at) if isinstance(part, list | tuple) else part[at]
+
+    return rows(x) if _is_rows(x) else _mapped(x, rows)
+
+
+def _indices(index: slice | Tensor, n: int) -> list[int]:
+    """Numbers of the rows that are selected of n."""
+    return torch.arange(n)[index if isinstance(index, slice) else index.cpu()].tolist()
+
+
+def _rows_of(tensor: Tensor, index: slice | Tensor) -> Tensor:
+    """Rows of a tensor, in its own layout."""
+    if tensor.layout is torch.strided:
+        return tensor[index]
+    rows = tensor.to_sparse_coo().index_select(0, torch.arange(len(tensor), device=tensor.device)[index])
+    return rows.coalesce() if tensor.layout is torch.sparse_coo else rows.to_sparse(layout=tensor.layout)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor, or a sparse one with its zeros: what formulas of layers multiply out."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def first(batch: Any, dict_key_y: str, number: int) -> Any:
     """The first data of a batch with targets, so many of them."""
     x, y = split(batch, dict_key_y)
     part = select(x, slice(0, number), len(y))
-    if isinstance(batch, Mapping) or are_graphs(batch):
+    if x is batch:
         return part
     return (*(part if isinstance(part, tuple) else (part,)), y[:number])
 
@@ -258,6 +379,13 @@ class CallByName:
 
     def __call__(self, model: nn.Module, x: Inputs) -> Any:
         if isinstance(x, Tensor) or are_graphs(x):
+            return model(x)
+        if _holds_plain_values(x) or hasattr(x, "__array__") or (isinstance(x, tuple) and any(map(_is_rows, x))):
+            raise InvalidData(
+                f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping"
+                ", or say by forward_fn=lambda model, x: ... how the network takes them."
+            )
+        if not isinstance(x, Mapping | tuple | list):
             return model(x)
         if not isinstance(x, Mapping):
             return _together(model, x) if len(x) > 1 and _takes_one(model) else model(*x)
@@ -385,9 +513,9 @@ def part(output: Any, name: str) -> Any:
 
 def plain(x: Inputs) -> Any:
     """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
-    if isinstance(x, Tensor) or are_graphs(x):
-        return x
-    return dict(x.items()) if isinstance(x, Mapping) else list(x)
+    if isinstance(x, Mapping):
+        return dict(x.items())
+    return list(x) if isinstance(x, tuple | list) else x
 
 
 def from_plain(state: Any) -> Inputs:

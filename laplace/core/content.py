@@ -111,7 +111,9 @@ def _hashes(tensors: Iterable[Tensor], n_data: int) -> Tensor:
     """
     columns: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel() == 0 or tensor.ndim == 0 or len(tensor) != n_data or tensor.is_sparse or tensor.is_complex():
+        if tensor.numel() == 0 or tensor.ndim == 0 or len(tensor) != n_data or tensor.is_complex():
+            continue
+        if tensor.layout is not torch.strided:
             continue
         flat = tensor.detach().reshape(n_data, -1)
         step = max(1, -(-flat.shape[1] // _ENTRIES))

@@ -162,6 +162,23 @@ def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> 
 # Short digests of tensors, the same in every process.
 
 
+def stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a tensor keeps in memory: itself, or of a sparse one its indices and values."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def n_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor takes, sparse or not."""
+    return sum(part.nbytes for part in stored(tensor.detach()))
+
+
 def digest(tensors: Iterable[Tensor], *, before: str = "", most: int | None = None) -> str:
     """A digest of the shapes, dtypes and bytes of tensors.
 
@@ -172,11 +189,12 @@ def digest(tensors: Iterable[Tensor], *, before: str = "", most: int | None = No
     """
     total = hashlib.sha256(before.encode())
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        flat = flat if most is None else flat[:: _step(len(flat), most)]
         total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        plain = flat.cpu().clone(memory_format=torch.contiguous_format)  # of one entry any stride counts as contiguous
-        total.update(plain.view(torch.uint8).numpy().tobytes())
+        for part in stored(tensor.detach()):
+            flat = part.reshape(-1)
+            flat = flat if most is None else flat[:: _step(len(flat), most)]
+            plain = flat.cpu().clone(memory_format=torch.contiguous_format)  # of one entry any stride is contiguous
+            total.update(plain.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -317,6 +335,8 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Adds a tensor, and says how it follows from what the file holds of it, its order in memory included."""
+    if tensor.layout is not torch.strided:
+        raise InvalidType(f"{name} is a sparse tensor, which no file of la.save holds: give inputs by to_dense().")
     entry: dict[str, Any] = {"$tensor": name if name not in tensors else f"{name} ({len(tensors)})"}
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():

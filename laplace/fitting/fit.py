@@ -427,10 +427,8 @@ def _with_graph(problem: Problem, x: Inputs) -> Tensor:
 
 def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
     """Outputs of the first datum, or of all data of a batch for a network that takes no single one."""
-    rows = batches.tensors(x)
-    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
     try:
-        return outputs(batches.select(x, slice(0, 1), n_data))
+        return outputs(batches.select(x, slice(0, 1), batches.size(x, "")))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if ran_out(error):
             raise

@@ -200,6 +200,11 @@ def _of_call(error: Exception, model: nn.Module, x: Inputs) -> str:
             return f"the inputs under {listed} are lists: give tensors, of a tokenizer by return_tensors='pt'."
         key = next((key for key in entries if key not in _TARGETS), next(iter(entries)))
         return f"{fault}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{key!r}])."
+    if not isinstance(x, Tensor | tuple | list):
+        return (
+            f"{fault} ({error}): give a tensor (see torch.as_tensor), a tuple or a mapping, or say by "
+            "forward_fn=lambda model, x: model(...) what it takes of them."
+        )
     return (
         f"{fault} ({error}). Batches are (x, y), or (x1, …, y), whose inputs are spread; predictions take inputs "
         "alone, la(x); anything else is said by forward_fn=lambda model, x: model(...)."
@@ -213,6 +218,8 @@ def describe(x: Inputs) -> str:
     if batches.are_graphs(x):
         return f"a batch of {x.num_graphs} graphs"
     keys = batches.keys(x)
+    if keys is None and not isinstance(x, tuple | list):
+        return f"of type {type(x).__name__}"
     return f"{len(x)} parts" if keys is None else f"a mapping with keys {keys}"
 
 

@@ -63,7 +63,8 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
     x, y = batches.split(batch, dict_key_y)
     if x is batch and y.ndim == 1 and rules is not None and rules.numeric_targets:
         return x, y.unsqueeze(1)
-    if x is not batch or dict_key_y != batches.LABELS or not _labels_tokens(x, y) or not _moves(model, x, y):
+    own = x is batch and isinstance(x, Mapping) and dict_key_y == batches.LABELS
+    if not own or not _labels_tokens(x, y) or not _moves(model, x, y):
         return x, y
     ignored = None if rules is None else rules.ignore_index
     labels = y.long()

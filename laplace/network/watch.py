@@ -21,6 +21,7 @@ from laplace.core import checks
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
+from laplace.core.nested import n_bytes, stored
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
 from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
@@ -104,8 +105,13 @@ class ReferenceOutputs:
 
 
 def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
-    """Copies of the first data of a batch, and how many: at most two of them and 64 MiB, but one at least."""
-    bytes_of_one = sum(tensor.nbytes for tensor in batches.tensors(x)) // max(1, n_data)
+    """Copies of the first data of a batch, and how many: at most two of them and 64 MiB, but one at least.
+
+    All data, where single ones cannot be taken; objects without tensors are not copied.
+    """
+    if not batches.can_split(x, n_data):
+        return _copied(x), n_data
+    bytes_of_one = sum(map(n_bytes, batches.tensors(x))) // max(1, n_data)
     n_rows = min(n_data, most, max(1, _INPUT_BYTES // max(1, bytes_of_one)))
     return _copied(batches.select(x, slice(0, n_rows), n_data)), n_rows
 
@@ -151,15 +157,15 @@ def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 def _copied(x: Inputs) -> Inputs:
     with kept_for_later():
-        return batches.transform(x, lambda tensor: tensor.detach().clone())
+        return batches.copied(x)
 
 
 def _same_inputs(a: Inputs, b: Inputs) -> bool:
     """True if inputs are tensors alone, and those of both are equal."""
     tensors = batches.tensors(a)
-    if type(a) is not type(b) or batches.signature(a) != batches.signature(b):
+    if type(a) is not type(b) or batches.signature(a) != batches.signature(b) or not batches.is_dense(a):
         return False
-    alone = isinstance(a, Tensor) or len(a) == len(b) == len(tensors)
+    alone = isinstance(a, Tensor) or (isinstance(a, tuple | Mapping) and len(a) == len(b) == len(tensors))
     return alone and all(map(torch.equal, tensors, batches.tensors(b)))
 
 
@@ -217,7 +223,7 @@ class DeterminismCheck:
         rows, outputs = seen
         if outputs is None:
             warn(_RANDOM, ApproximationWarning)
-        else:
+        elif rows is not x:  # which its owner may change
             beside = self._fitted is not None and len(y) > len(self._fitted)
             is_alone = beside and self._fitted is not None and self._same(self._fitted, outputs)
             self.reference = ReferenceOutputs.of(rows, outputs, self.call, self._written, is_alone=is_alone)
@@ -710,19 +716,9 @@ def _unspread(tensor: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """The entries `[n]`; of a sparse tensor (a graph's adjacency matrix, say) what it stores, indices and values."""
     if tensor.layout is not torch.strided:
-        return torch.cat([_flat(part).to(wide_dtype(part.device)) for part in _stored(tensor.detach())])
+        return torch.cat([_flat(part).to(wide_dtype(part.device)) for part in stored(tensor.detach())])
     flat = tensor.detach().reshape(-1)
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-
-
-def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Indices and values of a sparse tensor."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def _values(tensor: Tensor) -> Tensor:

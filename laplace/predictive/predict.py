@@ -41,9 +41,9 @@ def is_loader(x: Any) -> bool:
     """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
     if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or batches.keys(x) is not None:
         return False
-    if batches.are_graphs(x):
-        return False
-    return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
+    if batches.are_graphs(x) or callable(getattr(x, "to", None)):
+        return False  # what is moved to a device is an input
+    return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real | str))
 
 
 _AT_ONCE = 500
@@ -56,8 +56,9 @@ def in_parts(x: Any, name: str, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
         raise InvalidType(f"{name}={x!r}; give a tensor, tuple or mapping of inputs, or a loader of batches.")
     for part in (batches.inputs(batch) for batch in x) if is_loader(x) else (x,):
         count = batches.size(part, "")
-        for start in range(0, count, at_once):
-            yield part if count <= at_once else batches.select(part, slice(start, start + at_once), count)
+        step = at_once if batches.can_split(part, count) else max(1, count)
+        for start in range(0, count, step):
+            yield part if count <= step else batches.select(part, slice(start, start + step), count)
 
 
 def predicted_batches(

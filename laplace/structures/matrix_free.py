@@ -75,7 +75,7 @@ class HeldBatch:
     @classmethod
     def of(cls, x: Inputs, output: OutputCurvature) -> HeldBatch:
         """A batch as it is held: a copy, which the loader cannot write to."""
-        return cls(batches.transform(detached(x), lambda tensor: tensor.clone()), output)
+        return cls(batches.copied(detached(x)), output)
 
     @property
     def hessian(self) -> OutputHessian:

@@ -200,8 +200,7 @@ def random_head(
         ApproximationWarning: There are several heads, or the features of an input depend on its batch.
     """
     _warn_of_batch_statistics(model)
-    rows = batches.tensors(x)
-    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+    n_data = batches.size(x, "")
     few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.reuse(x, n_data)
     seen = _last_and_heads(model, few, call)
     if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong

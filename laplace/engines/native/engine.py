@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
+from laplace.core.nested import n_bytes, stored
 from laplace.core.positions import OutputChoice, target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
@@ -167,7 +168,7 @@ class NativeEngine(CurvatureEngine):
             graph=0, widest=0, gradients=batch.bytes_per_cotangent() // 2, budget=self.memory_budget,
             product_budget=self._product_budget, loop=batch.capture.loop,
             refused=batch.mixes and columns > self.max_passes,
-            inputs=sum(tensor.nbytes for tensor in batches.tensors(batch.x)),
+            inputs=sum(map(n_bytes, batches.tensors(batch.x))),
         )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
@@ -375,9 +376,10 @@ def _recording(module: nn.Module, kept: dict[int, int], widths: list[int]) -> It
     parameters = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        for part in stored(tensor.detach()):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

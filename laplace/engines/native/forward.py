@@ -279,7 +279,7 @@ def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]
 def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool) -> Iterator[None]:
     def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
-            x = args[0] if keep_graph else args[0].detach()
+            x = batches.dense(args[0] if keep_graph else args[0].detach())
             fed, edge = tuple(arg.grad_fn for arg in args if isinstance(arg, Tensor)), get_gradient_edge(output)
             calls.append(LayerCall(module, x, edge, output.shape, fed, module in known, (edge.node,)))
 
@@ -413,8 +413,8 @@ def per_sample(
 def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], *, create_graph: bool) -> list[Tensor]:
     # Data and cotangents are two batches; vmap within vmap has wrong derivatives of some operations (PReLU, cdist).
     # So vmap takes the data forward, and autograd pulls the cotangents back.
-    if batches.are_graphs(x):
-        raise UnsupportedError("graphs have other numbers of nodes: they go one by one.")
+    if not batches.is_dense(x):
+        raise UnsupportedError("graphs have other numbers of nodes, other inputs no rows to map over: one by one.")
     n_data = cotangents.shape[1]
     fixed = problem.detached()
     leaves = batches.tensors(x)

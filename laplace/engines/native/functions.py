@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from laplace.core.batch import dense
 from laplace.core.cached import cached_property
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.native.autograd import BackwardPasses
@@ -274,6 +275,7 @@ _ARGUMENTS = {
     "addmm": ("input", "mat1", "mat2"),
     "matmul": ("input", "other"),
     "mm": ("input", "mat2"),
+    "_sparse_mm": ("mat1", "mat2"),
     "embedding": ("input", "weight", "padding_idx", "max_norm"),
 } | dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
 """Products, convolutions and tables, and what their arguments are called."""
@@ -352,7 +354,14 @@ class Observer(TorchFunctionMode):
             self._product("F.linear", given["input"], given["weight"], given.get("bias"), result)
         elif known:
             *first, x, weight = (given[argument] for argument in _ARGUMENTS[name])
-            self._product(f"torch.{name}", x, weight, first[0] if first else None, result, stored_by_input=True)
+            self._product(
+                f"torch.{name.replace('_sparse_', 'sparse.')}",
+                x,
+                weight,
+                first[0] if first else None,
+                result,
+                stored_by_input=True,
+            )
 
     def recur(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor]
@@ -387,7 +396,7 @@ class Observer(TorchFunctionMode):
             roles[self.names[id(root)]] = "bias"
             if len(root) != len(bias):
                 rows["bias"] = (first, len(root))
-        inputs = x if self.keep_graph else x.detach()
+        inputs = dense(x if self.keep_graph else x.detach())
         if len({rows.get(role) for role in roles.values()}) < 2:
             together = [roles] if roles else []
         else:  # parts of different sizes share no output side

@@ -180,8 +180,8 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
 
 
 def _perturbed(tensor: Tensor, digits: torch.Generator) -> Tensor:
-    """The tensor with a few units of rounding added; integers are unchanged."""
-    if not tensor.is_floating_point():
+    """The tensor with a few units of rounding added; integers and sparse tensors are unchanged."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return tensor
     steps = torch.randint(-3, 4, tensor.shape, generator=digits, dtype=torch.int8).to(tensor)
     return torch.addcmul(tensor.detach(), tensor.detach(), steps, value=torch.finfo(tensor.dtype).eps)

@@ -88,7 +88,7 @@ class Pool:
         counts = [len(rows) for rows in self._rows]
         if sum(counts) <= self.size:
             # Whole batches are copied: a loader may fill the same tensors anew.
-            x = batches.transform(x, torch.clone)
+            x = batches.copied(x)
             self._rows[-1] = Rows(x, y.clone(), scores, self._rows[-1].batches)
             return
         # A stable order: of equal scores the earlier datum stays.
@@ -134,7 +134,9 @@ def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
     if len(first) + len(second) > longest or type(first.x) is not type(second.x):
         return None
     ours, theirs = batches.tensors(first.x), batches.tensors(second.x)
-    if len(ours) != len(theirs) or first.y.shape[1:] != second.y.shape[1:]:
+    if len(ours) != len(theirs) or not (batches.is_dense(first.x) and batches.is_dense(second.x)):
+        return None
+    if first.y.shape[1:] != second.y.shape[1:]:
         return None
     for a, b in zip(ours, theirs, strict=True):
         rows = a.ndim and b.ndim and len(a) == len(first) and len(b) == len(second)
