@@ -75,8 +75,10 @@ unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
 
 test: lint types unit  ## Check style, types and behaviour
 
+# Experiments take minutes: a test fails after half an hour.
+PATIENT := -o timeout=1800 -o faulthandler_timeout=1830
 test-all: lint types  ## The same with every combination, 200 random networks, and the papers' experiments in small
-	LAPLACE_TEST_ALL=1 LAPLACE_TEST_SEEDS=200 $(PY) -m pytest -n $(WORKERS) tests papers/tests $(ARGS)
+	LAPLACE_TEST_ALL=1 LAPLACE_TEST_SEEDS=200 $(PY) -m pytest -n $(WORKERS) $(PATIENT) tests papers/tests $(ARGS)
 
 # Networks, data and posteriors drawn by seeds. Refusals are counted by kind; a seed that fails prints a script.
 SEEDS ?= 2000
@@ -97,7 +99,7 @@ test-portable: $(READY)  ## Check that numbers are the same with other instructi
 FLOOR := .venv-floor
 FIND_FLOOR := python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null
 FLOOR_PYTHON ?= $(firstword $(shell $(FIND_FLOOR) || PYENV_VERSION=3.10 $(FIND_FLOOR)) $(BASE_PYTHON))
-FLOOR_PACKAGES ?= torch==2.4.0 "numpy<2.3" tqdm "pytest>=8" pytest-xdist hypothesis scipy scikit-learn matplotlib
+FLOOR_PACKAGES ?= torch==2.4.0 "numpy<2.3" tqdm "pytest>=9" pytest-timeout pytest-xdist hypothesis scipy scikit-learn matplotlib
 
 test-floor: $(FLOOR)/.stamp  ## Run the tests with torch 2.4, and Python 3.10 where there is one
 	$(FLOOR)/bin/python --version

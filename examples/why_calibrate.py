@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from scipy.optimize import minimize
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -77,21 +78,24 @@ def gradient(data: Data, delta: float, weights: Tensor) -> Tensor:
     return -(torch.sigmoid(-data.margins(weights)) * data.signs) @ data.x + delta * weights
 
 
+def curvature(data: Data, delta: float, weights: Tensor) -> Tensor:
+    """Hessian of the potential at weights `[D]`, `[D, D]`."""
+    p = torch.sigmoid(data.margins(weights))
+    prior = delta * torch.eye(len(weights), dtype=torch.float64)
+    return data.x.T @ ((p * (1 - p)).unsqueeze(1) * data.x) + prior
+
+
 def mode(data: Data, delta: float) -> tuple[Tensor, Tensor]:
-    """The weights `[D]` of the least potential, by Newton's method, and the Hessian there `[D, D]`."""
-
-    def hessian(weights: Tensor) -> Tensor:
-        p = torch.sigmoid(data.margins(weights))
-        prior = delta * torch.eye(len(weights), dtype=torch.float64)
-        return data.x.T @ ((p * (1 - p)).unsqueeze(1) * data.x) + prior
-
-    weights = data.x.new_zeros(data.x.shape[1])
-    while (slope := gradient(data, delta, weights)).norm() > 1e-11:
-        step, size = torch.linalg.solve(hessian(weights), slope), 1.0
-        while size > 1e-9 and potential(data, delta, weights - size * step) > potential(data, delta, weights):
-            size /= 2
-        weights = weights - size * step
-    return weights, hessian(weights)
+    """The weights `[D]` of the least potential, by SciPy's Newton steps in a trust region, and the Hessian there."""
+    potential_, gradient_, curvature_ = (
+        lambda weights, of=of: of(data, delta, torch.as_tensor(weights)).numpy()
+        for of in (potential, gradient, curvature)
+    )
+    start = data.x.new_zeros(data.x.shape[1]).numpy()
+    options = {"gtol": 1e-8, "maxiter": 100}
+    found = minimize(potential_, start, jac=gradient_, hess=curvature_, method="trust-exact", options=options)
+    weights = torch.as_tensor(found.x)
+    return weights, curvature(data, delta, weights)
 
 
 def hmc(data: Data, delta: float, n_chains: int, n_warmup: int, n_draws: int) -> Draws:

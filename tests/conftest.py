@@ -65,12 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one process: what they share, such as the processes of a group, is then made once."""
+    """A file's tests run in one process, see `tests.scheduling`."""
     if config.getvalue("dist") == "load":  # which is the default
-        from xdist.scheduler import LoadFileScheduling
+        from tests.scheduling import ByFile
 
         config.option.loadscopereorder = False
-        return LoadFileScheduling(config, log)
+        return ByFile(config, log)
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,6 +97,19 @@ def test_a_script_that_takes_too_long_is_ended(sides: tuple[Side, Side], state: 
     assert side.ask() == Failed("over 0 s")
     side.limit_s = 60.0
     assert not run.compare(sides, TINY, state, LIMITS).theirs.failure
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processor time of other processes is read from Linux's /proc")
+def test_a_process_that_only_waits_is_given_up() -> None:
+    """It uses no processor time, by which the limit counts."""
+    side: Any = object.__new__(Side)
+    side._pipe, other = multiprocessing.Pipe()
+    side.limit_s, side.shared = 0.01, True
+    with subprocess.Popen(["sleep", "60"]) as waiting:
+        assert not side._in_time(waiting.pid)
+        other.send("an answer")
+        assert side._in_time(waiting.pid)
+        waiting.kill()
 
 
 class Told:

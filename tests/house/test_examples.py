@@ -6,10 +6,11 @@ import runpy
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import distributed
+from torch import Tensor, distributed
 
 from tests import fresh
 
@@ -32,6 +33,7 @@ SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -46,6 +48,25 @@ def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runpy.run_path(str(script), run_name="__main__")
     assert plot.exists()
     assert capsys.readouterr().out
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "rounded",
+    [lambda value: value, lambda value: 0 * value, lambda value: value.round(decimals=2), lambda value: -value],
+    ids=["as it is", "constant", "rounded", "upside down"],
+)
+def test_the_search_for_the_mode_ends_whatever_the_potential_s_last_digits(rounded: Callable[[Tensor], Tensor]) -> None:
+    """A potential that no step makes smaller ends it too."""
+    script = runpy.run_path(str(ROOT / "examples" / "why_calibrate.py"))
+    data, _ = script["load_data"]((3, 8), 0)
+    potential = script["potential"]
+    script["mode"].__globals__["potential"] = lambda *given: rounded(potential(*given))
+    for delta in script["DELTAS"]:
+        weights, hessian = script["mode"](data, delta)
+        assert hessian.shape == (65, 65) and weights.isfinite().all()
+        if rounded(potential(data, delta, weights)) == potential(data, delta, weights):
+            assert script["gradient"](data, delta, weights).norm() < 1e-7
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")

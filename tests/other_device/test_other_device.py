@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not device.is_supported(), reason="this PyTorch 
 @cache
 def report() -> dict[str, Any]:
     """What a process found: a device that is registered stays, so that it is none of the tests' own."""
-    (done,) = fresh.run("from tests.other_device.cases import main; main()", timeout=600)
+    (done,) = fresh.run("from tests.other_device.cases import main; main()", timeout=280)
     assert done.status == 0, done.errors
     return json.loads(done.output.splitlines()[-1])
 

@@ -42,11 +42,11 @@ def mode(at: Tensor, f: Tensor, jacobian: Tensor, y: Tensor, likelihood: str, sc
         inner = curvature.output_hessian(f + jacobian @ (theta - at), likelihood, y) * scale
         hessian = torch.einsum("bcp,bcd,bdq->pq", jacobian, inner, jacobian) + torch.diag(delta)
         direction = -torch.linalg.solve(hessian, gradient)
-        step = 1.0
-        while step > 1e-12 and (
-            objective(theta + step * direction, at, f, jacobian, y, likelihood, scale, delta) > value + 1e-13
-        ):
-            step /= 2
+        for halvings in range(41):
+            step = 0.5**halvings
+            reached = objective(theta + step * direction, at, f, jacobian, y, likelihood, scale, delta)
+            if reached <= value + 1e-13:
+                break
         theta = theta + step * direction
         if direction.norm() < 1e-13 * theta.norm():
             break

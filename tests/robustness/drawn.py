@@ -103,7 +103,7 @@ def elsewhere(folder: Path, threads: int, **environment: str) -> dict[str, Any]:
     threading = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}  # no core is kept busy by waiting
     settings = {**os.environ, **threading, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "tests.robustness.drawn", str(target), str(threads)]
-    subprocess.run(command, env=settings, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, env=settings, cwd=ROOT, check=True, timeout=280)
     return torch.load(target)
 
 
