@@ -8,7 +8,10 @@ argument, says what was given, what is accepted and what to do.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -131,11 +134,44 @@ class SlowWarning(LaplaceWarning):
     """Work of minutes is ahead and nothing would show that it goes on, or a structure lacks the fast way."""
 
 
+_NUMBERS = re.compile(r"(?<![\w.'\"])[-+−]?(?:\d[\d.,]*(?:e[-+]?\d+)?|(?:nan|inf)\b)")
+"""Numbers of a message that are no part of a name."""
+
+_MOST = 4096
+"""Kinds of warnings that are remembered."""
+
+_shown: dict[tuple[str, int, type, str], tuple[Sequence[Any], tuple[Any, ...]]] = {}
+"""Warnings that Python shows once: file, line, category and text without numbers, with the filters that said so."""
+
+
 def warn(message: str, category: type[LaplaceWarning]) -> None:
-    """Warns at the line of the user's code that called the library, however deep inside it the reason was found."""
-    frame, depth, outermost = inspect.currentframe(), 0, 0
+    """Warns at the line of the user's code that called the library, however deep inside it the reason was found.
+
+    Python's filters decide what becomes of it. Where they show a warning once per line, one that differs by its numbers
+    alone is the same. Python's own memory does not serve: it goes by whole texts, and forgets whenever anybody, as
+    PyTorch does in many calls, enters `warnings.catch_warnings`.
+    """
+    caller = frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
-            outermost = depth
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, category, stacklevel=outermost + 2)
+            caller = frame.f_back or frame
+        frame = frame.f_back
+    if caller is None:  # an interpreter without frames
+        warnings.warn(message, category, stacklevel=2)
+        return
+    file, line = caller.f_code.co_filename, caller.f_lineno
+    kind = file, line, category, _NUMBERS.sub("#", message)
+    filters = _filters()
+    if (known := _shown.get(kind)) is not None and known[0] is filters and known[1] == tuple(filters):
+        return
+    seen: dict[Any, Any] = {}
+    warnings.warn_explicit(message, category, file, line, caller.f_globals.get("__name__") or "<string>", seen)
+    if (message, category, line) in seen:  # to be shown once: not of "always", and nothing was shown under "ignore"
+        if len(_shown) >= _MOST:
+            _shown.clear()
+        _shown[kind] = filters, tuple(filters)
+
+
+def _filters() -> Sequence[Any]:
+    """Filters of warnings: where they belong to a context, as in Python without a global lock, those of the present."""
+    return getattr(warnings, "_get_filters", lambda: warnings.filters)()

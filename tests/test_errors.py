@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import laplace
-from laplace import Laplace, marglik_training
+from laplace import Laplace, errors, marglik_training
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.errors import (
     ApproximationWarning,
@@ -23,6 +24,7 @@ from laplace.errors import (
     NotFittedError,
     TuningWarning,
     UnsupportedError,
+    warn,
 )
 from tests import grid
 
@@ -510,6 +512,100 @@ def test_warnings_point_at_the_user_s_line() -> None:
         marglik_training(grid.network(), grid.batches(), n_epochs=1, optimizer_kwargs={"weight_decay": 0.1})
     assert [warning.category for warning in caught] == [ApproximationWarning, ApproximationWarning, TuningWarning]
     assert [warning.filename for warning in caught] == [__file__] * 3
+
+
+def shown(action: str, *messages: tuple[str, type[LaplaceWarning]], times: int = 1) -> list[str]:
+    """What is shown of warnings at one line, with other code between them that enters `catch_warnings`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter(action)  # pyright: ignore[reportArgumentType]
+        for _ in range(times):
+            for message in messages:
+                warn(*message)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+    return [str(warning.message) for warning in caught]
+
+
+def numbered(n: int) -> list[tuple[str, type[LaplaceWarning]]]:
+    return [(f"of {i} data {1.5 * i:.3g} ± {1e-7 * i} are off in 'conv1.0'", TuningWarning) for i in range(n)]
+
+
+def test_a_kind_of_warning_is_shown_once_per_line() -> None:
+    (first, _), *_ = several = numbered(5)
+    assert shown("default", *several) == [first]
+    assert shown("default", *several, times=3) == [first]  # in a block of its own it is shown anew
+    assert shown("once", *several) == [first]
+    assert shown("always", *several) == [text for text, _ in several]
+    assert shown("ignore", *several) == []
+    other = [("of nan data inf ± -1e+05 are off in 'conv1.0'", TuningWarning), (first, ApproximationWarning)]
+    assert shown("default", *several, *other, *other) == [first, first]
+    names = [(text.replace("conv1", "conv2"), category) for text, category in several]
+    assert shown("default", *several, *names) == [first, names[0][0]]
+
+
+def test_a_filter_that_is_set_later_counts() -> None:
+    (one, two, three) = numbered(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for n, (message, category) in enumerate((one, two, three, one)):
+            if n == 2:
+                warnings.simplefilter("always")
+            warn(message, category)
+    assert [str(warning.message) for warning in caught] == [one[0], three[0], one[0]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message, category in (one, two):
+            with pytest.raises(TuningWarning, match="are off"):
+                warn(message, category)
+
+
+def test_lines_and_files_are_told_apart() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for message, category in numbered(3):
+            warn(message, category)
+            warn(message, category)
+            for name in ("one", "another"):
+                exec(compile("warn(*given)", name, "exec"), {"warn": warn, "given": (message, category)})
+    assert len(caught) == 4 and {warning.filename for warning in caught} == {__file__, "one", "another"}
+
+
+def test_warnings_that_were_shown_are_remembered_within_bounds() -> None:
+    with warnings.catch_warnings(record=True):
+        warnings.resetwarnings()
+        errors._shown.clear()
+        shown("default", *numbered(100))
+        assert len(errors._shown) == 1
+        for n in range(errors._MOST + 10):
+            exec(compile("warn(*given)", f"cell {n}", "exec"), {"warn": warn, "given": numbered(1)[0]})
+    assert len(errors._shown) <= errors._MOST
+
+
+def test_threads_that_warn_together() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+
+        def work() -> None:
+            for message, category in numbered(200):
+                warn(message, category)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert 1 <= len(caught) <= 8
+
+
+def test_a_loop_of_the_user_s_shows_a_warning_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for delta in (1e-3, 2e-3, 5e-3):
+            la = grid.make("all", "diag", prior_precision=delta)
+            la.fit(grid.batches())
+            la(X, link_approx="delta")
+    assert [warning.category for warning in caught] == [ApproximationWarning]
 
 
 def test_errors_have_their_roots() -> None:
