@@ -385,7 +385,7 @@ class Cache:
         last = self._precision
         if last is None or last[0] is not curvature or not _are_unchanged(last[1], values):
             self._precision = last = None
-            self._precision = last = curvature, tuple((value, _version(value)) for value in values), make()
+            self._precision = last = curvature, tuple((value, version(value)) for value in values), make()
         return last[2]
 
     def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class Cache:
         mean = prior.mean
         if theta.requires_grad or mean.requires_grad or not prior.is_constant_per_tensor:
             return prior.squares(theta)
-        key, last = (id(theta), _version(theta), id(mean), _version(mean), prior.precision.shape), self._squares
+        key, last = (id(theta), version(theta), id(mean), version(mean), prior.precision.shape), self._squares
         if last is None or last[0] != key:
             with kept_for_later():
                 self._squares = last = key, (theta, mean), prior.squares(theta)
@@ -406,12 +406,12 @@ class Cache:
 
 def _are_unchanged(former: tuple[tuple[Tensor, int], ...], values: tuple[Tensor, ...]) -> bool:
     return all(
-        _version(old) == then and (old is value or (old.shape == value.shape and bool((old == value).all())))
+        version(old) == then and (old is value or (old.shape == value.shape and bool((old == value).all())))
         for (old, then), value in zip(former, values, strict=True)
     )
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Number of times that a tensor was written to; of inference mode, or through `.data`, no write is counted."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -26,11 +26,12 @@ from laplace.errors import (
     ApproximationWarning,
     GradientWarning,
     InvalidArgument,
+    InvalidData,
     InvalidType,
     UnsupportedError,
     warn,
 )
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Posterior, version
 from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
@@ -134,7 +135,8 @@ class Predictor:
         kind, options, posterior = self._kind(options), self._for_network(options), self.posterior
         posterior.check_unchanged()
         draws = replayed(options.generator, posterior.hypers.device)
-        return Prediction.of(self._predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
+        rows = replace(self._predicted(x, kind, options, draws, model_kwargs), require_same=_same_as_now(x))
+        return Prediction.of(rows, posterior.channel_dim)
 
     def samples(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
         """Samples of f (`functional_samples`) or of E[y | f] (`predictive_samples`), in the network's layout."""
@@ -239,6 +241,51 @@ class Predictor:
                 "la.enable_backprop = True, or give x.detach().",
                 GradientWarning,
             )
+
+
+_COMPARED = 2**18
+"""Entries of a tensor of inputs whose values are compared, at most."""
+
+
+def _same_as_now(x: Inputs) -> Callable[[], None]:
+    """Refuses, when it is called, inputs that were written to since: a prediction reads them when it is asked.
+
+    PyTorch counts its own writes. Of others, through NumPy or `.data`, values tell: all of them, or evenly spaced ones.
+    """
+    if not checks.numbers_are_known() or not isinstance(x, Collection):  # what is none is refused where it is read
+        return lambda: None
+    before = [(tensor, version(tensor), _some_values(tensor).clone()) for tensor in batches.tensors(x)]
+
+    def require_same() -> None:
+        now = batches.tensors(x)
+        if len(now) != len(before) or not all(map(_is_same, now, before)):
+            raise InvalidData(
+                "the inputs of this prediction were overwritten after the call of la.predict(x), and it would be of "
+                "what they are now. Read what you need of a prediction before you use the memory again, or give a "
+                "copy: la.predict(x.clone())."
+            )
+
+    return require_same
+
+
+def _is_same(tensor: Tensor, before: tuple[Tensor, int, Tensor]) -> bool:
+    former, count, values = before
+    if tensor is not former or version(tensor) != count:
+        return False
+    now = _some_values(tensor)
+    return torch.equal(values, now) or torch.equal(values.nan_to_num(), now.nan_to_num())  # NaN does not equal itself
+
+
+def _some_values(tensor: Tensor) -> Tensor:
+    """Values, evenly spaced; none of a device, which would be waited for, or where no part is at hand."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        return torch.empty(0)
+    if tensor.numel() > _COMPARED:
+        if not tensor.is_contiguous():
+            return torch.empty(0)
+        return tensor.view(-1)[:: -(-tensor.numel() // _COMPARED) | 1]  # an odd step meets all columns of most images
+    return tensor
 
 
 def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:

@@ -400,6 +400,7 @@ class PosteriorOutputs:
         options: Link, samples and form.
         draws: Source of randomness.
         users_latents, users_targets: Samples of f and of E[y | f] that a user's class draws by itself; None for none.
+        require_same: Refuses inputs that were overwritten since the call: what reads them asks it first.
     """
 
     source: GaussianSource | SampleSource
@@ -409,6 +410,7 @@ class PosteriorOutputs:
     draws: Draws
     users_latents: Draw | None = None
     users_targets: Draw | None = None
+    require_same: Callable[[], None] = lambda: None
 
     @property
     def create_graph(self) -> bool:
@@ -443,7 +445,10 @@ class PosteriorOutputs:
             (self.__dict__[name] for name in ("latent", "_sampling_gaussian", "marginals") if name in self.__dict__),
             None,
         )
-        return self.source.mean() if known is None else OutputRows(known.mean, known.positions, known.outputs)
+        if known is not None:
+            return OutputRows(known.mean, known.positions, known.outputs)
+        self.require_same()
+        return self.source.mean()
 
     @property
     def latent_mean(self) -> Tensor:
@@ -486,6 +491,7 @@ class PosteriorOutputs:
     def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form, self.options.group_size)
+        self.require_same()
         return self.source.gaussian(form, wide=wide or self._link_draws)
 
     @lazy
@@ -496,6 +502,7 @@ class PosteriorOutputs:
 
     @lazy
     def _drawn(self) -> OutputRows:
+        self.require_same()
         if self.users_latents is not None:
             return self.users_latents(self.options.n_samples, self.draws())
         if isinstance(self.source, SampleSource):
@@ -540,6 +547,7 @@ class PosteriorOutputs:
     def mean_samples(self) -> Tensor:
         """Samples of E[y | f], `[S, B, C]`."""
         if self.users_targets is not None:
+            self.require_same()
             return self.users_targets(self.options.n_samples, self.draws()).values
         return self.likelihood.inverse_link(self.latent_samples)
 
