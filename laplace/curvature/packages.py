@@ -29,7 +29,7 @@ from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
 from laplace.engines.kron_parts import Factor, KronBlock
-from laplace.engines.native.autograd import BackwardPasses
+from laplace.engines.native.autograd import BackwardPasses, without_cudnn
 from laplace.engines.native.forward import ForwardPass, record
 from laplace.engines.native.functions import FunctionCall, LayerCall
 from laplace.engines.native.kinds import HessianEngine, OuterEngine
@@ -309,6 +309,7 @@ class PackageEngine(CurvatureEngine):
         try:
             with (
                 preserve_model(self.problem.module),
+                without_cudnn(self.problem.module),
                 warnings.catch_warnings(),  # packages call deprecated functions of PyTorch
                 torch.inference_mode(False),
                 torch.enable_grad(),

@@ -15,6 +15,7 @@ from laplace.core.overrides import is_ours
 from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
+from laplace.engines.native.autograd import without_cudnn
 from laplace.engines.sinks import BatchForm, KronSink, Sink
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
@@ -185,5 +186,5 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name
 def users_call(module: torch.nn.Module) -> Iterator[None]:
     """Context of a call of a user's method: evaluation mode, gradients enabled, the model restored afterwards."""
     with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), without_cudnn(module), torch.enable_grad():
             yield

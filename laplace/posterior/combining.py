@@ -22,6 +22,7 @@ from torch.nn import functional
 from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
+from laplace.engines.native.autograd import without_cudnn
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Observed
 from laplace.network import next_token
@@ -91,7 +92,7 @@ def _scaled_gradient(posterior: Posterior, loader: Iterable[Any], weights: DataW
         if counted is None:
             continue
         x, y, counts = counted
-        with preserve_model(problem.module), torch.enable_grad():
+        with preserve_model(problem.module), without_cudnn(problem.module), torch.enable_grad():
             tensors = problem.stand_ins()
             f = problem.run(tensors, x)
             positions, rows = tuple(f.shape[1:-1]), f.flatten(0, -2)

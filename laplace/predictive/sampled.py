@@ -24,7 +24,7 @@ from laplace.core.positions import OutputChoice, OutputRows, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import CurvatureEngine, detached
-from laplace.engines.native.autograd import slow_batching_accepted
+from laplace.engines.native.autograd import slow_batching_accepted, without_cudnn
 from laplace.engines.native.forward import owners
 from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
@@ -62,6 +62,15 @@ _SAMPLE = Unit("sample of the weights", "samples of the weights", "Predict fewer
 
 def outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) -> Tensor:
     """Outputs `[S, B, C]`, or `[S, B, *positions, C]`, of the network on x at weights `[S, P]`; left as it was."""
+    with without_cudnn(problem.module) if _is_differentiated(thetas, x) else nullcontext():
+        return _outputs_at(problem, x, thetas, memory_budget)
+
+
+def _is_differentiated(thetas: Tensor, x: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (thetas, *batches.tensors(x)))
+
+
+def _outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) -> Tensor:
     if len(thetas) >= LEAST_SAMPLES and not _is_watched(problem.module):
         key = (batches.signature(x), thetas.dtype, memory_budget)
         if key not in problem.samples_at_once:

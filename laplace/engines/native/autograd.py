@@ -7,6 +7,7 @@ slower kernel); on networks of matrix products the vectorised pass wins.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
+from laplace.errors import UnsupportedError
 from laplace.network.model_guard import computable_again, modules_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -82,7 +84,7 @@ class BackwardPasses:
     def gradients(self, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for one cotangent of every output, in the dtype of the outputs."""
         self._cotangents[:] = [u.to(dtype) for u, dtype in zip(cotangents, self._dtypes, strict=True)]
-        with computable_again():
+        with computable_again(), _through_recurrence():
             return torch.autograd.grad(
                 self._start, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
             )
@@ -126,19 +128,72 @@ def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
 
 
 @contextmanager
-def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
+def differentiable(module: nn.Module, *, twice: bool, of_head: bool = False) -> Iterator[None]:
     """Context in which gradients are dense and true derivatives, and differentiable again with `twice`.
 
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
     say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
-    and of its fused weight norm wrong ones. `twice` also serves gradients that are vectorised over data.
+    and of its fused weight norm wrong ones. `twice` also serves gradients that are vectorised over data. Recurrent
+    layers run without cuDNN, unless the graph is that `of_head`, which begins behind them.
     """
     tables = [table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag))]
-    if twice or any(table.sparse or table.scale_grad_by_freq for table in tables):
-        with sdpa_kernel(SDPBackend.MATH) if twice else nullcontext(), _Rewritten(twice=twice):
-            yield
-    else:
+    rewritten = twice or any(table.sparse or table.scale_grad_by_freq for table in tables)
+    with (
+        without_cudnn(module) if twice or not of_head else nullcontext(),
+        sdpa_kernel(SDPBackend.MATH) if twice else nullcontext(),
+        _Rewritten(twice=twice) if rewritten else nullcontext(),
+    ):
         yield
+
+
+_CUDNN_GUARD = threading.Lock()
+_CUDNN: list[bool] = []
+"""What the switch of cuDNN was set to before the calls that are under way."""
+
+
+@contextmanager
+def without_cudnn(module: nn.Module) -> Iterator[None]:
+    """Turns cuDNN off, which has no backward pass of recurrent layers in evaluation mode.
+
+    It stays on for networks with convolutions, which need it more, unless they hold a recurrent layer: what they call
+    as a function is refused where it is differentiated. The switch is one of the process: the first call in any thread
+    turns it, the last one puts it back.
+    """
+    modules = modules_of(module)
+    if any(isinstance(m, _CONVOLUTIONS) for m in modules) and not any(isinstance(m, _RECURRENT) for m in modules):
+        yield
+        return
+    with _CUDNN_GUARD:
+        _CUDNN.append(torch._C._get_cudnn_enabled())
+        torch._C._set_cudnn_enabled(False)  # `torch.backends.cudnn.flags` would set other switches as well
+    try:
+        yield
+    finally:
+        with _CUDNN_GUARD:
+            before = _CUDNN[0]
+            _CUDNN.pop()
+            if not _CUDNN:
+                torch._C._set_cudnn_enabled(before)
+
+
+_WITHOUT_BACKWARD = "cudnn RNN backward can only be called in training mode"
+"""What PyTorch says of a recurrent function that cuDNN ran."""
+
+
+@contextmanager
+def _through_recurrence() -> Iterator[None]:
+    """A block of backward passes, with a remedy for recurrent functions that cuDNN ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _WITHOUT_BACKWARD not in str(error):
+            raise
+        raise UnsupportedError(
+            "a recurrent function (torch.lstm, gru, rnn_tanh, rnn_relu) that the network calls was run by cuDNN, which "
+            "has no backward pass of it in evaluation mode, in which networks are differentiated here. Call it inside "
+            "`with torch.backends.cudnn.flags(enabled=False):`, or use nn.LSTM, nn.GRU or nn.RNN, for which that is "
+            "done."
+        ) from error
 
 
 class _Rewritten(TorchFunctionMode):

@@ -202,7 +202,7 @@ def _recorded(
         else nullcontext(),  # compiled code would keep the hooks of a fit
         _hooked(modules, calls, keep_graph=create_graph),
         nullcontext() if processes is None else _gathered(problem, parameters),
-        differentiable(problem.module, twice=create_graph),
+        differentiable(problem.module, twice=create_graph, of_head=problem.head is not None),
         observer or nullcontext(),
     ):
         last = problem.run(stand_ins, x, places)
@@ -228,7 +228,7 @@ def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -
         preserve_model(problem.module),
         problem.holding(stand_ins),
         hooks_fire(problem.module) if create_graph else nullcontext(),
-        differentiable(problem.module, twice=create_graph),
+        differentiable(problem.module, twice=create_graph, of_head=problem.head is not None),
     ):
         yield
 
@@ -395,7 +395,8 @@ def per_sample(
 ) -> list[Tensor]:
     """Dense blocks `[K, B, p]` of the given slots, for cotangents `[K, B, M]`."""
     names = [problem.slots[i].name for i in slots]
-    with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
+    twice, of_head = create_graph or fallback is Fallback.VMAP, problem.head is not None
+    with torch.enable_grad(), differentiable(problem.module, twice=twice, of_head=of_head):
         if fallback is Fallback.VMAP:
             with slow_batching_accepted():
                 derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)

@@ -156,7 +156,12 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
         digits = torch.Generator().manual_seed(seed)
         tensors = {name: _perturbed(tensor, digits) for name, tensor in problem.detached().items()}
         wanted = [tensors[name].requires_grad_() for name in names]
-        with torch.enable_grad(), differentiable(problem.module, twice=False), problem.holding(tensors):
+        of_head = problem.head is not None
+        with (
+            torch.enable_grad(),
+            differentiable(problem.module, twice=False, of_head=of_head),
+            problem.holding(tensors),
+        ):
             outputs = problem.outputs(batches.transform(x, lambda leaf: _perturbed(leaf, digits))).flatten(1)
             gradients = pull(outputs, wanted, weighted.unsqueeze(0), loop=True)
         return tuple(None if gradient is None else gradient[0] for gradient in gradients)
