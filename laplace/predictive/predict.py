@@ -340,16 +340,52 @@ def warn_of_default_noise(posterior: Posterior) -> None:
         return
     spreads = (squares if sigma.ndim else squares.mean(0, keepdim=True)).sqrt().tolist()
     spread = max(spreads, key=lambda each: abs(math.log(each)) if each > 0 else 0.0)
+    unlike = unlike_outputs(posterior, sigma)
     if spread == 0 or 1 / _LARGEST_RATIO <= spread <= _LARGEST_RATIO:  # a loss of 0 was never summed
+        if unlike:
+            warn(f"{unlike}.", ApproximationWarning)
         return
     wrong = f"{1 / spread:.3g} times as large" if spread < 1 else f"{spread:.3g} times smaller"
     warn(
         f"sigma_noise is 1, its default, and the root mean square of the residuals is {spread:.3g}: the noise that "
         f"the posterior and its predictions assume is {wrong}. Give sigma_noise=, tune it by "
         "la.optimize_hyperparameters(('prior_precision', 'sigma_noise')) or, on validation data, by "
-        "la.calibrate(val_loader), or standardise targets in units of their own.",
+        "la.calibrate(val_loader), or standardise targets in units of their own."
+        + (f" And {unlike}." if unlike else ""),
         ApproximationWarning,
     )
+
+
+_UNLIKE = 3.0
+"""Ratio of two outputs' residuals above which one noise suits at most one of them."""
+
+
+def unlike_outputs(posterior: Posterior, sigma_noise: Tensor, argument: str = "sigma_noise") -> str:
+    """Words that one noise, 0-dim, serves outputs whose residuals in the fit are of unlike size; else none.
+
+    `argument` is the one by which several are given.
+    """
+    fit = posterior.map_fit
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    return "" if squares is None else unlike_squares(squares, fit.n_data, sigma_noise, argument)
+
+
+def unlike_squares(squares: Tensor, n_data: float, sigma_noise: Tensor, argument: str = "sigma_noise") -> str:
+    """The same of residuals with mean squares `[C]` of so many data."""
+    if sigma_noise.ndim or n_data < _FEWEST or not float(squares.max()) > _UNLIKE**2 * float(squares.min()):
+        return ""
+    low, high = (float(end.sqrt()) for end in squares.aminmax())
+    return (
+        f"one noise serves {len(squares)} outputs whose residuals (root mean squares) lie between {low:.2g} and "
+        f"{high:.2g}, so that intervals are too wide for some and too narrow for others: give one per output from "
+        f"the start, {argument}=torch.ones({len(squares)}), or standardise the targets"
+    )
+
+
+def noise_like(squares: Tensor, former: Tensor) -> Tensor:
+    """Noises `[C]` of the size of the residuals, whose mean squares these are; the former where those have no size."""
+    sizes = squares.sqrt()
+    return torch.where((sizes > 0) & sizes.isfinite(), sizes.to(former), former)
 
 
 # What users' classes predict at given inputs.

@@ -48,6 +48,7 @@ from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
+from laplace.predictive.predict import unlike_outputs
 from laplace.structures.base import Curvature
 from laplace.tuning.search import prior_in_structure
 from laplace.weights.base import Weights, trainable
@@ -353,6 +354,10 @@ class OnlineLaplace(CheckedConstructor):
             self.model.load_state_dict(self.best.state_dict)
             self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
         self.la.fit(self.train_loader, group=self.group)
+        if self._log_noise is not None:
+            unlike = unlike_outputs(self.la.snapshot(), self.la.sigma_noise, "sigma_noise_init")
+            if unlike:
+                warn(f"{unlike}.", TuningWarning)
         return self.la
 
 

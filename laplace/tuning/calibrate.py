@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 
 from laplace.core.arguments import check_counts
-from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.engines.engine import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
+from laplace.predictive.predict import noise_like, unlike_squares
 from laplace.predictive.prediction import mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
 from laplace.tuning.candidates import MixedCandidates, Predictive
@@ -266,19 +265,16 @@ def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
 def _noises(pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:
     """Noises to try, `[s]` or `[s, C]`, and the one of them that suits the network best; by a forward pass.
 
-    Multiples of the present noise around the root mean square of the residuals, which is itself among them.
+    Multiples of the root mean square of the residuals, of every output where every one has its noise.
     """
-    present, predictions, targets = hypers.sigma_noise, [], []
-    for piece in (piece for piece in pieces if isinstance(piece, Piece)):
-        scored = grid.of(piece, hypers.sigma_noise)
-        for name, x, y in piece.data.batches(piece.group.first, label="residuals"):
-            with named(name):
-                means, rows = _network(scored, x, y)
-                zeros = [torch.zeros_like(mean) for mean in means]
-                predictions.append(mixed(list(zip(means, zeros, strict=True)), scored.weights[:, grid.present]))
-                targets.append(rows.y)
-    y = torch.cat(targets)
-    mean, variance = (torch.cat(parts) for parts in zip(*predictions, strict=True))
+    present, read = hypers.sigma_noise, [piece for piece in pieces if isinstance(piece, Piece)]
+    parts = [part for piece in read for part in grid.of(piece, present).at_networks(piece.data, grid.present)]
+    mean, variance, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    squares = widened(y - mean).square().mean(0)
+    if present.ndim:
+        present = noise_like(squares, present)
+    elif unlike := unlike_squares(squares, len(y), present):
+        warn(f"{unlike}.", CalibrationWarning)
     size = widened((y - mean) / present).square().mean().sqrt().item()
     if not 0 < size < math.inf:
         return present.unsqueeze(0), present
@@ -308,20 +304,6 @@ class _Rows:
             index = index[targets.y[index] != ignored]
         per_datum = math.prod(positions)
         return cls(index, targets.y[index], index // per_datum, len(f) // per_datum)
-
-
-def _network(scored: MixedCandidates, x: Inputs, y: Tensor) -> tuple[list[Tensor], _Rows]:
-    """Outputs of every network, or of refined ones their means, at the rows that count: `[R, C]`."""
-    every, positions = [], ()
-    for part in scored.parts:
-        if part.posterior.refined_step is None:
-            rows = outputs(part.posterior.engine, x)
-            mean, positions = rows.values.to(part.priors.dtype), rows.positions
-        else:
-            mean, _, positions = part.latents(x)
-        every.append(mean)
-    rows = _Rows.of(scored.posterior, every[0], y, positions)
-    return [mean[rows.index] for mean in every], rows
 
 
 class _Scores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,7 +32,7 @@ from laplace.predictive import latent, sampled
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import mixed
 from laplace.structures.precision import Form, Precision, drawn
-from laplace.tuning.losses import LossRule, Prediction, Running, Targets
+from laplace.tuning.losses import LossRule, Prediction, Running, Targets, Validation
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,25 @@ class MixedCandidates:
             return mixed([predict_one(group) for predict_one, *_ in prepared], weights[:, 0] if one else weights)
 
         return predict, tuple(f for _, f, _ in prepared), prepared[0][2]
+
+    def at_networks(self, data: Validation, i: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of every batch mean and variance of the networks' mixture, without noise, and targets, `[R, C]` each.
+
+        By forward passes of a regression, mixed as at candidate i; a refined mean takes its network's place.
+        """
+        for name, x, y in data.batches(self.posterior, label="residuals"):
+            with named(name):
+                means, positions = list[Tensor](), ()
+                for part in self.parts:
+                    if part.posterior.refined_step is None:
+                        rows = outputs(part.posterior.engine, x)
+                        mean, positions = rows.values.to(part.priors.dtype), rows.positions
+                    else:
+                        mean, _, positions = part.latents(x)
+                    means.append(mean)
+                mixture = mixed([(mean, torch.zeros_like(mean)) for mean in means], self.weights[:, i])
+                (mean, variance), known = Targets.of(self.posterior, means[0], y, positions).counted(mixture)
+            yield mean, variance, known
 
     def of_networks(self, outputs: tuple[Tensor, ...], i: int) -> Prediction:
         """The networks' own predictions, from the outputs `[B, C]` of every one, mixed as at candidate i."""

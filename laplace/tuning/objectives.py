@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import widened
 from laplace.enums import PredType
@@ -21,6 +22,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
+from laplace.predictive.predict import noise_like
 from laplace.predictive.prediction import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Losses, Predictive
@@ -83,8 +85,9 @@ class EvidenceObjective(Objective):
         factor = torch.where((square > 0) | known, 1 + 2 * slope / square, 1.0)
         return value.item(), factor.clamp(min=_SMALLEST_FACTOR)
 
-    def remarks(self, result: TuningResult, coordinates: Coordinates) -> Iterable[str | None]:
+    def remarks(self, result: TuningResult, names: Sequence[str]) -> Iterable[str | None]:
         """Where the curvature misleads the evidence."""
+        yield from super().remarks(result, names)
         curvatures = [posterior.fit.curvature for posterior in self.group.posteriors]
         # Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing,
         # and with it what keeps the prior precision from falling.
@@ -98,13 +101,13 @@ class EvidenceObjective(Objective):
                 "validation data"
             )
         factor = max(curvature.prior_factor for curvature in curvatures)
-        if factor != 1 and "prior_precision" in coordinates.names:
+        if factor != 1 and "prior_precision" in names:
             yield (
                 f"the subset's evidence sees the product of the prior precision and the factor {factor:.3g} alone, so "
                 "that a search cancels the factor: the variances are those of a posterior of the subset alone; tune "
                 "on validation data (method='gridsearch')"
             )
-        if result.converged and "sigma_noise" in coordinates.names:
+        if result.converged and "sigma_noise" in names:
             for posterior in self.group.posteriors:
                 yield noise_warning(posterior, result.sigma_noise, result.temperature)
 
@@ -170,7 +173,27 @@ class ValidationLoss(Objective):
                 "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned "
                 "too; tune='prior_precision' as well, or use method='lbfgs'."
             )
+        if "sigma_noise" in axes and now.sigma_noise.ndim:
+            now = replace(now, sigma_noise=self._noise_of_residuals(now))
         return Grid(axes, now, prior)
+
+    def _noise_of_residuals(self, now: Hyperparameters) -> Tensor:
+        """Noises in the ratios of the outputs' residuals, `[C]`, by a forward pass over the validation data."""
+        if isinstance(self.data.loader, Iterator):
+            self.data = replace(self.data, loader=list(self.data.loader))
+
+        def sums() -> tuple[Tensor, int]:
+            candidates = self.group.candidates([now], Predictive(), whole_covariance=False)
+            total, count = torch.zeros_like(widened(now.sigma_noise)), 0
+            for mean, _, y in candidates.at_networks(self.data, 0):
+                total, count = total + widened(y - mean).square().sum(0), count + len(y)
+            return total.cpu(), count
+
+        processes = self.data.processes
+        with autograd_mode(), torch.no_grad():
+            every = [sums()] if processes is None else processes.gather_results(sums)
+        total, count = sum((total for total, _ in every), start=torch.zeros(())), sum(count for _, count in every)
+        return noise_like(total.to(now.device) / count, now.sigma_noise) if count else now.sigma_noise
 
     def losses(self, grid: Grid) -> tuple[Tensor, Callable[[], Tensor]]:
         first, data, loss = self.group.first, self.data, self.loss

@@ -26,6 +26,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode
+from laplace.predictive.predict import unlike_outputs
 
 if TYPE_CHECKING:
     from laplace.tuning.group import PosteriorGroup
@@ -130,9 +131,11 @@ class Objective(ABC):
     has_thresholds: bool = False
     """Whether the smallest setting with a loss of 0 is looked for."""
 
-    def remarks(self, result: TuningResult, coordinates: Coordinates) -> Iterable[str | None]:
-        """What users should know of a result."""
-        return ()
+    def remarks(self, result: TuningResult, names: Sequence[str]) -> Iterable[str | None]:
+        """What users should know of a result of tuning these hyper-parameters."""
+        if "sigma_noise" in names:
+            for posterior in self.group.posteriors:
+                yield unlike_outputs(posterior, result.sigma_noise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +149,11 @@ class Search:
     def run(self) -> TuningResult:
         """The best hyper-parameters; an error where the objective is finite nowhere, or no thresholds are met."""
         if isinstance(self.coordinates, Grid):
-            return self._on_grid(self.coordinates)
-        result = (self._fixed_point if self.options.method == "em" else self._by_gradient)(self.coordinates)
-        remarks = dict.fromkeys(self.objective.remarks(result, self.coordinates))
+            result, names = self._on_grid(self.coordinates), tuple(self.coordinates.axes)
+        else:
+            result = (self._fixed_point if self.options.method == "em" else self._by_gradient)(self.coordinates)
+            names = self.coordinates.names
+        remarks = dict.fromkeys(self.objective.remarks(result, names))
         return replace(result, notes=(*result.notes, *(remark for remark in remarks if remark)))
 
     def _by_gradient(self, coordinates: Coordinates) -> TuningResult:
@@ -534,7 +539,7 @@ class Grid:
     """All combinations of some values of the tuned hyper-parameters."""
 
     axes: dict[str, Tensor]  # values of each, ascending or as the caller gave them, `[n]`
-    now: Hyperparameters  # values of the others; of a vector noise the ratios are kept if it is not tuned
+    now: Hyperparameters  # values of the others; a noise per output keeps its ratios, whose geometric mean is tuned
     prior: Tensor  # a prior precision in the structure in which a tuned one is written: the posterior is the same
 
     @property
@@ -545,9 +550,11 @@ class Grid:
     @cached_property
     def settings(self) -> list[Hyperparameters]:
         """The candidates, the last axis running fastest; tuned priors are scalar."""
-        shapes = {name: (1,) if name == "prior_precision" else getattr(self.now, name).shape for name in self.axes}
+        noise = self.now.sigma_noise
+        scales = {"prior_precision": torch.ones_like(self.now.prior_precision[:1])}
+        scales |= {"sigma_noise": noise / noise.log().mean().exp()} if noise.ndim else {}
         return [
-            replace(self.now, **{name: v.expand(shapes[name]) for name, v in zip(self.axes, values, strict=True)})
+            replace(self.now, **{name: v * scales.get(name, 1) for name, v in zip(self.axes, values, strict=True)})
             for values in product(*self.axes.values())
         ]
 

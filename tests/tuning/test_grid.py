@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
-from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, TuningWarning, UnsupportedError
+from laplace import Laplace, marglik_training
+from laplace.errors import (
+    InvalidArgument,
+    InvalidData,
+    LaplaceWarning,
+    ModelChangedError,
+    TuningWarning,
+    UnsupportedError,
+)
 from laplace.metrics import (
     accuracy,
     brier,
@@ -45,12 +52,16 @@ def quietly(la: Any, *arguments: Any, **options: Any) -> TuningResult:
         return la.optimize_hyperparameters(*arguments, method="grid", **options)
 
 
-def one_by_one(la: Any, axes: dict[str, Tensor], predict: Any) -> list[Any]:
-    """The prediction of a posterior at every candidate, the last axis running fastest; it keeps its own values."""
+def one_by_one(la: Any, axes: dict[str, Tensor], predict: Any, ratios: Tensor | None = None) -> list[Any]:
+    """The prediction of a posterior at every candidate, the last axis running fastest; it keeps its own values.
+
+    Noises per output have these ratios.
+    """
     former, found = {name: getattr(la, name) for name in axes}, []
     for values in itertools.product(*axes.values()):
         for name, value in zip(axes, values, strict=True):
-            setattr(la, name, value.expand(former[name].shape))
+            each = value if ratios is None or name != "sigma_noise" else value * ratios
+            setattr(la, name, each.expand(former[name].shape))
         found.append(predict(la))
     for name, value in former.items():
         setattr(la, name, value)
@@ -81,17 +92,67 @@ def test_classification(weights: str, structure: str) -> None:
     [(*cell, False) for cell in CELLS] + [("all", structure, True) for structure in STRUCTURES],
 )
 def test_regression(weights: str, structure: str, per_output: bool) -> None:
-    """A tuned noise is one value for all outputs, whatever its shape."""
+    """Of a noise per output a value is the geometric mean, in the ratios of the residuals on the validation data."""
     x, y = grid.data("regression", seed=11)
     noise = torch.tensor([0.5, 1.0, 2.0]) if per_output else 1.0
     la = grid.fitted(weights, structure, "regression", sigma_noise=noise)
-    totals = one_by_one(la, AXES, lambda p: p(x, diagonal_output=True, observation_noise=True))
+    size = (la.predict(x).latent_mean - y).square().mean(0).sqrt()
+    ratios = size / size.prod() ** (1 / 3) if per_output else None
+    totals = one_by_one(la, AXES, lambda p: p(x, diagonal_output=True, observation_noise=True), ratios)
     for objective, metric in (("nll", gaussian_nll), ("crps", gaussian_crps)):
         loader = grid.batches("regression", seed=11)
         result = quietly(la, tuple(AXES), objective, val_loader=loader, grid=AXES)
         expected = torch.stack([metric(mean, variance, y) for mean, variance in totals]).view(3, 2, 2)
         assert_close(result.values, expected, "float32_solve", label=objective)
     assert la.sigma_noise.shape == torch.as_tensor(noise).shape
+
+
+@pytest.mark.parametrize("ratio", [10.0, 1000.0])
+@pytest.mark.parametrize("how", ["calibrate", "grid", "grid of an iterator"])
+def test_outputs_of_unlike_size_get_their_own_noise(how: str, ratio: float) -> None:
+    """Whatever the noise was before: one per output starts at the residual of each."""
+    draws, sizes = torch.Generator().manual_seed(0), torch.tensor([1.0, ratio])
+    x = torch.randn(300, 2, generator=draws)
+    y = sizes * (x + 0.3 * torch.randn(300, 2, generator=draws))
+    model = nn.Linear(2, 2)
+    model.load_state_dict({"weight": torch.diag(sizes), "bias": torch.zeros(2)})
+    la: Any = Laplace(model, "regression", "all", "full", sigma_noise=torch.ones(2))
+    la.fit([(x[:100], y[:100])])
+    validation = [(x[100:150], y[100:150]), (x[150:200], y[150:200])]
+    if how == "calibrate":
+        la.calibrate(validation)
+    else:
+        loader = validation if how == "grid" else iter(validation)
+        quietly(la, ("prior_precision", "sigma_noise"), "nll", val_loader=loader)
+    size: Tensor = (model(x[100:200]) - y[100:200]).square().mean(0).sqrt()
+    assert_close(la.sigma_noise / la.sigma_noise[0], size / size[0], "float32")
+    low, high = la.predict(x[200:]).interval(0.9)
+    inside = ((y[200:] >= low) & (y[200:] <= high)).double().mean(0)
+    assert bool((inside > 0.8).all() and (inside < 0.99).all())
+
+
+@pytest.mark.parametrize("how", ["calibrate", "grid", "evidence", "online", "default"])
+def test_one_noise_for_outputs_of_unlike_size_is_announced(how: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 2, generator=draws)
+    y = torch.tensor([0.1, 1.4]) * (x + torch.randn(120, 2, generator=draws))
+    model = nn.Linear(2, 2)
+    model.load_state_dict({"weight": torch.diag(torch.tensor([0.1, 1.4])), "bias": torch.zeros(2)})
+    la: Any = Laplace(model, "regression", "all", "full")
+    la.fit([(x[:60], y[:60])])
+    validation = [(x[60:], y[60:])]
+    names, advice = ("prior_precision", "sigma_noise"), r"one noise serves 2 outputs .*=torch.ones\(2\)"
+    with pytest.warns(LaplaceWarning, match=advice):
+        if how == "calibrate":
+            la.calibrate(validation)
+        elif how == "grid":
+            la.optimize_hyperparameters(names, "nll", val_loader=validation)
+        elif how == "evidence":
+            la.optimize_hyperparameters(names)
+        elif how == "online":
+            marglik_training(model, [(x[:60], y[:60])], "regression", n_epochs=1, n_hypersteps=1)
+        else:
+            la(x)
 
 
 def test_temperature_alone_keeps_a_noise_per_output() -> None:
