@@ -195,12 +195,15 @@ def scores_of(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor
     if decisions is not None:
         scores["confidence"], scores["agreement"] = decisions
     if moments is not None:
-        mean, variance = map(widened, moments)
-        error = widened(y) - mean
-        scores["square"] = error.square().mean(1)
-        if "crps" in known:
-            distance = (torch.special.ndtr(error / variance.sqrt()) - 0.5).abs()
-            scores |= {f"coverage_{p}": (distance <= p / 200).to(mean).mean(1) for p in LEVELS}
+        mean, _ = map(widened, moments)
+        scores["square"] = (widened(y) - mean).square().mean(1)
+        below = target.below(summary, y, sigma) if "crps" in known else None
+        if below is not None:
+            distance = (below - 0.5).abs()
+            scores |= {
+                f"coverage_{p}": (distance <= p / 200).to(mean).where(~distance.isnan(), torch.nan).mean(1)
+                for p in LEVELS
+            }
     return {name: widened(values.detach().cpu()) for name, values in scores.items()}
 
 

@@ -86,11 +86,22 @@ class Likelihood(_Name):
     POISSON = "poisson"
     """Counts; the outputs are log rates."""
     HETEROSCEDASTIC = "heteroscedastic"
-    """Gaussian with an input-dependent variance, which the network predicts."""
+    """Gaussian with an input-dependent variance, which the network predicts by natural parameters."""
+    MEAN_LOG_VARIANCE = "mean_log_variance"
+    """Gaussian whose mean and log variance are the outputs, as `nn.GaussianNLLLoss` trains them."""
 
 
 LikelihoodName = (
-    Likelihood | Literal["regression", "classification", "reward_modeling", "bernoulli", "poisson", "heteroscedastic"]
+    Likelihood
+    | Literal[
+        "regression",
+        "classification",
+        "reward_modeling",
+        "bernoulli",
+        "poisson",
+        "heteroscedastic",
+        "mean_log_variance",
+    ]
 )
 
 

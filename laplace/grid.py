@@ -398,7 +398,7 @@ def Laplace(
     Args:
         model: The trained network.
         likelihood: How the network's outputs give a distribution over targets: `"classification"`, `"regression"`,
-            `"bernoulli"`, `"poisson"`, `"heteroscedastic"` or `"reward_modeling"`, or a likelihood object.
+            `"bernoulli"`, `"poisson"`, `"heteroscedastic"`, `"mean_log_variance"` or `"reward_modeling"`, or an object.
         subset_of_weights: Which weights are random: `"all"`, `"last_layer"` or `"subnetwork"`; or a name or class of
             your own in `laplace.weights.WEIGHTS`.
         hessian_structure: How the curvature is approximated: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`,

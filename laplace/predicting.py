@@ -95,7 +95,8 @@ class Predicting(ABC):
         the network's outputs f: mean `[B, C]` with covariances `[B, C, C]`, or variances `[B, C]` with
         `diagonal_output`; with `joint` one Gaussian over all inputs, `[B·C]` and `[B·C, B·C]`; with `joint` and
         `group_size=n` one per group, `[B/n, n·C]` and `[B/n, n·C, n·C]`. The variance is that of f, plus σ² with
-        `observation_noise`. `"poisson"` and `"heteroscedastic"` return mean and variance of y, `[B, C]` each.
+        `observation_noise`. `"poisson"`, `"heteroscedastic"` and `"mean_log_variance"` return mean and
+        variance of y, `[B, C]` each.
 
         For a network with an output per token or pixel, `[B, T, C]` or (with `channel_dim=1`) `[B, C, H, W]`, means,
         variances and probabilities have that shape, and covariances are `[B, T, C, C]` or `[B, H, W, C, C]`.

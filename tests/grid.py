@@ -25,6 +25,8 @@ REREAD = tuple(name for name, structure in REGISTRY.items() if structure.n_passe
 DIAGONAL = [("all", "diag"), ("last_layer", "kron"), ("subnetwork", "full")]
 """Every choice of weights and every structure once, where a product would only repeat itself."""
 LIKELIHOODS = tuple(NAMES)
+PAIRS = ("heteroscedastic", "mean_log_variance")
+"""Likelihoods with two outputs per target."""
 
 N_DATA, WIDTH = 12, 3
 INDICES = torch.tensor([0, 3, 17, 20, 21, 25])
@@ -48,7 +50,7 @@ def network(likelihood: str = "classification", n_outputs: int = 3) -> nn.Module
         torch.manual_seed(7)
         if likelihood == "reward_modeling":
             return Rewards()
-        width = 2 * n_outputs if likelihood == "heteroscedastic" else n_outputs
+        width = 2 * n_outputs if likelihood in PAIRS else n_outputs
         return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, width))
 
 
@@ -59,7 +61,7 @@ def data(likelihood: str = "classification", n_outputs: int = 3, seed: int = 3) 
     x = torch.randn(N_DATA, *pair, WIDTH, generator=generator)
     if likelihood == "poisson":
         return x, torch.poisson(torch.full((N_DATA, n_outputs), 2.0), generator=generator)
-    if likelihood in ("regression", "heteroscedastic"):
+    if likelihood in ("regression", *PAIRS):
         return x, torch.randn(N_DATA, n_outputs, generator=generator)
     if likelihood == "bernoulli":
         return x, torch.randint(2, (N_DATA, n_outputs), generator=generator).float()

@@ -91,8 +91,8 @@ _CLOSE = 0.6
 """Similarity of two names (0 to 1) from which one may be a misspelling of the other."""
 
 _MISSING = {
-    "likelihood": "one of 'classification', 'regression', 'bernoulli', 'poisson', 'heteroscedastic' and "
-    "'reward_modeling'",
+    "likelihood": "one of 'classification', 'regression', 'bernoulli', 'poisson', 'heteroscedastic', "
+    "'mean_log_variance' and 'reward_modeling'",
     "subnetwork_indices": "int64 indices of the flattened trainable parameters, which a mask of laplace.utils gives: "
     "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()",
     "n_subset": "how many data the Gaussian process is of, e.g. n_subset=200 (all data: their number)",

@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.likelihoods.categorical": "Categorical Preference",
         "laplace.likelihoods.gaussian": "Gaussian",
         "laplace.likelihoods.heteroscedastic": "Heteroscedastic",
+        "laplace.likelihoods.mean_log_variance": "MeanLogVariance",
         "laplace.likelihoods.poisson": "Poisson",
     },
     own="LIKELIHOODS get_likelihood",
@@ -35,6 +36,7 @@ LIKELIHOODS.refer("reward_modeling", "laplace.likelihoods.categorical:Preference
 LIKELIHOODS.refer("bernoulli", "laplace.likelihoods.bernoulli:Bernoulli")
 LIKELIHOODS.refer("poisson", "laplace.likelihoods.poisson:Poisson")
 LIKELIHOODS.refer("heteroscedastic", "laplace.likelihoods.heteroscedastic:Heteroscedastic")
+LIKELIHOODS.refer("mean_log_variance", "laplace.likelihoods.mean_log_variance:MeanLogVariance")
 
 
 def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:

@@ -10,6 +10,7 @@ from laplace.likelihoods.bernoulli import Bernoulli
 from laplace.likelihoods.categorical import Categorical, Preference
 from laplace.likelihoods.gaussian import Gaussian
 from laplace.likelihoods.heteroscedastic import Heteroscedastic
+from laplace.likelihoods.mean_log_variance import MeanLogVariance
 from laplace.likelihoods.poisson import Poisson
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]]
@@ -24,6 +25,7 @@ __all__ = [
     "LIKELIHOODS",
     "Likelihood",
     "LikelihoodFromLoss",
+    "MeanLogVariance",
     "NoiseFreeLikelihood",
     "OutputHessian",
     "Poisson",

@@ -328,6 +328,14 @@ class Target:
         """E[y] and Var(y) in a summary for `scores`, `[B, C]` each; None of targets that are no numbers."""
         return None
 
+    def below(self, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor | None:
+        """P(Y ≤ y) of every target, `[B, C]`, float64: of Gaussians with these moments; None of what is no number."""
+        moments = self.moments_of(summary, sigma)
+        if moments is None:
+            return None
+        mean, variance = map(widened, moments)
+        return torch.special.ndtr((widened(y) - mean) / variance.sqrt())
+
     def refuse(self, what: str, likelihood: Likelihood) -> NoReturn:
         """Raises where a quantity has no meaning."""
         given = self.subject or f"likelihood={likelihood.name!r} (target_kind={self.kind!r})"

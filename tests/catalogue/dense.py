@@ -55,6 +55,7 @@ def _shapes_and_likelihoods() -> None:
     add("mlp_bernoulli_multi", partial(mlp, 3, 6, 3), (3,), 3, "bernoulli", "kfac mlp", head="2")
     add("mlp_poisson", partial(mlp, 3, 6, 2), (3,), 2, "poisson", "kfac mlp", head="2")
     add("mlp_heteroscedastic", partial(mlp, 3, 6, 4), (3,), 4, "heteroscedastic", "kfac mlp", head="2", n_data=7)
+    add("mlp_mean_log_variance", partial(mlp, 3, 6, 4), (3,), 4, "mean_log_variance", "kfac mlp", head="2", n_data=7)
     add("mlp_ignored_labels", _MLP, (3,), 3, tags="kfac mlp ignored_labels", head="4", n_data=7, ignored=(1, 4))
     add("mlp_soft_labels", _MLP, (3,), 3, tags="kfac mlp soft_labels", head="4", soft=True)
     add("mlp_saturated", _MLP, (3,), 3, tags="kfac mlp saturated", head="4", spread=2.0)

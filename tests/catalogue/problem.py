@@ -72,7 +72,7 @@ def _targets(likelihood: str, n_data: int, n_outputs: int, generator: torch.Gene
         return torch.randint(2, (n_data, n_outputs), generator=generator).double()
     if likelihood == "poisson":
         return torch.poisson(torch.full((n_data, n_outputs), 2.0, dtype=torch.float64), generator=generator)
-    if likelihood == "heteroscedastic":
+    if likelihood in ("heteroscedastic", "mean_log_variance"):
         return torch.randn(n_data, n_outputs // 2, dtype=torch.float64, generator=generator)
     return torch.randint(n_outputs, (n_data,), generator=generator)
 

@@ -479,7 +479,7 @@ ENUM_VALUES = {
     SubsetOfWeights: "all last_layer subnetwork",
     HessianStructure: "full kron diag lowrank block ekfac lowrank_kron matrix_free gp",
     laplace.FunctionalApproximation: "sod nystrom variational",
-    Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic",
+    Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic mean_log_variance",
     PredType: "glm nn gp",
     LinkApprox: "mc probit bridge bridge_norm delta",
     TuningMethod: "marglik gridsearch CV em",

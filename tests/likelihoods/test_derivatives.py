@@ -26,10 +26,11 @@ LOSSES = {
     "bernoulli": lambda f, y: functional.binary_cross_entropy_with_logits(f, y, reduction="sum"),
     "poisson": lambda f, y: reference.nll(f, y, "poisson"),
     "heteroscedastic": lambda f, y: reference.nll(f, y, "heteroscedastic"),
+    "mean_log_variance": lambda f, y: reference.nll(f, y, "mean_log_variance"),
 }
 
 # Outputs of ±1e4 mean rates and variances that no float holds.
-SATURATED = {"poisson": 20.0, "heteroscedastic": 20.0}
+SATURATED = {"poisson": 20.0, "heteroscedastic": 20.0, "mean_log_variance": 20.0}
 
 
 def batch(name: str, dtype: torch.dtype = torch.float64, scale: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -40,7 +41,7 @@ def batch(name: str, dtype: torch.dtype = torch.float64, scale: float = 2.0) -> 
         return f, torch.rand(B, C, dtype=dtype)
     if name == "poisson":
         return f, torch.poisson(torch.full((B, C), 3.0, dtype=dtype))
-    if name == "heteroscedastic":
+    if name in ("heteroscedastic", "mean_log_variance"):
         return f, torch.randn(B, C // 2, dtype=dtype)
     return f, torch.randint(C, (B,))
 

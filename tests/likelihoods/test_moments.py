@@ -11,10 +11,12 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.likelihoods import Heteroscedastic, Poisson
+from laplace.likelihoods import Heteroscedastic, MeanLogVariance, Poisson
 from laplace.likelihoods.base import MomentLikelihood
-from laplace.likelihoods.heteroscedastic import natural_moments
+from laplace.likelihoods.heteroscedastic import NaturalPairs
 from laplace.likelihoods.links import LINKS
+from laplace.likelihoods.mean_log_variance import LogVariancePairs
+from laplace.likelihoods.pairs import Pairs
 from laplace.likelihoods.poisson import log_normal_moments
 from laplace.likelihoods.targets import TargetMoments
 from laplace.metrics import gaussian_crps
@@ -24,8 +26,24 @@ from tests.reference import likelihoods as reference
 from tests.reference.compare import assert_close
 
 ONE = torch.ones((), dtype=torch.float64)
-MOMENTS = {"poisson": log_normal_moments, "heteroscedastic": natural_moments}
-LIKELIHOODS: list[MomentLikelihood] = [Poisson(), Heteroscedastic()]
+
+
+def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
+    return NaturalPairs.of(mean, covariance).moments()
+
+
+def log_variance_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
+    return LogVariancePairs.of(mean, covariance).moments()
+
+
+MOMENTS = {
+    "poisson": log_normal_moments,
+    "heteroscedastic": natural_moments,
+    "mean_log_variance": log_variance_moments,
+}
+LIKELIHOODS: list[MomentLikelihood] = [Poisson(), Heteroscedastic(), MeanLogVariance()]
+NOISY: list[MomentLikelihood] = LIKELIHOODS[1:]
+PAIRS: dict[str, type[Pairs]] = {"heteroscedastic": NaturalPairs, "mean_log_variance": LogVariancePairs}
 
 
 def latents(spread: float = 0.3, c: int = 4) -> tuple[Tensor, Tensor]:
@@ -109,23 +127,32 @@ def test_density_of_counts_with_a_known_rate() -> None:
     torch.autograd.gradcheck(lambda m, v: Poisson().predictive_nll(m, v, y, ONE), (rates, variances))
 
 
-def test_density_of_a_noise_of_its_own() -> None:
+@pytest.mark.parametrize("likelihood", NOISY, ids=lambda likelihood: likelihood.name)
+def test_density_of_a_noise_of_its_own(likelihood: MomentLikelihood) -> None:
     mean, variance, y = torch.randn(4, 2), torch.rand(4, 2) + 0.1, torch.randn(4, 2)
     expected = -Normal(mean, variance.sqrt()).log_prob(y).sum(1)
-    assert_close(Heteroscedastic().predictive_nll(mean, variance, y, ONE), expected, "float32")
+    assert_close(likelihood.predictive_nll(mean, variance, y, ONE), expected, "float32")
     with pytest.raises(InvalidData, match="without a variance"):
-        Heteroscedastic().predictive_nll(mean, None, y, ONE)
+        likelihood.predictive_nll(mean, None, y, ONE)
 
 
+@pytest.mark.parametrize("likelihood", NOISY, ids=lambda likelihood: likelihood.name)
 @pytest.mark.parametrize("spread", [1e-4, 0.3, 1.0])
-def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float) -> None:
+def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float, likelihood: MomentLikelihood) -> None:
     """The score that tuning minimises is exact, where the variance of y may say little."""
-    likelihood = Heteroscedastic()
     mean, covariance = latents(spread)
     y = 3 * torch.randn(5, 2, dtype=torch.float64)
     summary = likelihood.target.summary(likelihood, mean, covariance, "probit", for_scores=True)
     actual = find_score("nll", likelihood)(likelihood, summary, y, ONE)
-    assert_close(actual, -reference.noisy_density(mean, covariance, y).sum(1), "backend")
+    pairs = [[c, c + 2] for c in range(2)]  # of a target's two outputs
+    truth = [
+        [
+            reference.narrow_density(m[i], v[i][:, i], t, 100_001, likelihood.name)
+            for i, t in zip(pairs, row, strict=True)
+        ]
+        for m, v, row in zip(mean, covariance, y, strict=True)
+    ]
+    assert_close(actual, -torch.tensor(truth, dtype=torch.float64).sum(1), "backend")
     candidates = tuple(part.expand(3, *part.shape) for part in summary)
     assert_close(find_score("nll", likelihood)(likelihood, candidates, y, ONE), actual.expand(3, 5), "algebra")
 
@@ -161,12 +188,13 @@ def test_density_where_the_second_parameter_is_hardly_known(y: float) -> None:
     assert_close(actual[0], -reference.narrow_density(mean, covariance, target[0, 0]), "backend")
 
 
-def test_density_of_a_noise_of_its_own_is_differentiable() -> None:
+@pytest.mark.parametrize("likelihood", NOISY, ids=lambda likelihood: likelihood.name)
+def test_density_of_a_noise_of_its_own_is_differentiable(likelihood: MomentLikelihood) -> None:
     mean, covariance = latents(c=2)
     y, root = torch.randn(5, 1, dtype=torch.float64), torch.linalg.cholesky(covariance)
 
     def nll(mean: Tensor, root: Tensor) -> Tensor:
-        return find_score("nll", Heteroscedastic())(Heteroscedastic(), (mean, root @ root.mT), y, ONE)
+        return find_score("nll", likelihood)(likelihood, (mean, root @ root.mT), y, ONE)
 
     torch.autograd.gradcheck(nll, (mean.requires_grad_(), root.requires_grad_()))
 
@@ -196,7 +224,7 @@ def test_density_where_moments_have_no_float(likelihood: MomentLikelihood, dtype
     y = torch.full((1, 2 if likelihood.name == "poisson" else 1), 3.0, dtype=dtype)
     variance = torch.full_like(mean, 2000.0).requires_grad_()
     predicted = likelihood.target.summary(likelihood, mean, variance, "probit")
-    assert bool(predicted[1].isinf().all())
+    assert bool(predicted[1].isinf().all()) == (likelihood.name == "poisson")
     summary = likelihood.target.summary(likelihood, mean, torch.diag_embed(variance), "probit", for_scores=True)
     actual = find_score("nll", likelihood)(likelihood, summary, y, ONE)
     f = (mean[0].double() + 2000**0.5 * torch.linspace(-11, 11, 400_001, dtype=torch.float64).unsqueeze(1)).T
@@ -204,6 +232,9 @@ def test_density_where_moments_have_no_float(likelihood: MomentLikelihood, dtype
     if likelihood.name == "poisson":
         logs = likelihood.conditional(f.T).base_dist.log_prob(y.double())
         expected = -(logs + weights.log().unsqueeze(1)).logsumexp(0).sum()
+    elif likelihood.name == "mean_log_variance":  # y is N(m, exp(l) + r) given l
+        logs = Normal(0.5, (f[1].exp() + 2000).sqrt()).log_prob(torch.tensor(3.0, dtype=torch.float64))
+        expected = -(logs + weights.log()).logsumexp(0)
     else:  # y is N(a/λ, (1 + r/λ)/λ) given s
         precision = f[1].exp().log1p().where(f[1] < 30, f[1])
         known = precision > 1e-140
@@ -213,6 +244,65 @@ def test_density_where_moments_have_no_float(likelihood: MomentLikelihood, dtype
     assert_close(actual[0], expected, "float32")
     (slope,) = torch.autograd.grad(actual.sum(), variance)
     assert bool(slope.isfinite().all())
+
+
+HARD = [(0.3, 0.2), (2.0, 9.0), (2.0, 100.0), (1e-6, 400.0), (50.0, 2000.0)]
+"""Variances of the two outputs, under which the noise is better and worse known, until next to nothing is."""
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+@pytest.mark.parametrize(("first", "second"), HARD)
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_distribution_function(name: str, first: float, second: float, correlation: float) -> None:
+    """What coverage is counted by, against SciPy's adaptive quadrature: of steps within 1 %, the share of a node."""
+    shared = correlation * (first * second) ** 0.5
+    mean = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    covariance = torch.tensor([[first, shared], [shared, second]], dtype=torch.float64)
+    for y in (-3.0, 0.1, 0.6, 40.0):
+        target = torch.tensor([[y]], dtype=torch.float64)
+        found = PAIRS[name].of(mean.unsqueeze(0), covariance.unsqueeze(0)).below(target)
+        assert abs(float(found) - reference.distribution(mean, covariance, y, name)) < (1e-7 if second < 1 else 0.01)
+
+
+@pytest.mark.parametrize("likelihood", NOISY, ids=lambda likelihood: likelihood.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("variance", [100.0, 400.0, 5000.0])
+def test_where_moments_say_nothing_median_and_spread_are_shown(
+    likelihood: MomentLikelihood, dtype: torch.dtype, variance: float
+) -> None:
+    """Rows beside them keep their moments to the bit; aleatoric and epistemic parts add up."""
+    mean = torch.tensor([[0.5, -0.5], [0.5, -0.5]], dtype=dtype)
+    covariance = torch.diag_embed(torch.tensor([[0.1, 0.2], [0.1, variance]], dtype=dtype))
+    middle, spread = likelihood.target.summary(likelihood, mean, covariance, "probit")
+    known = MOMENTS[likelihood.name](mean, covariance)
+    assert torch.equal(middle[0], known.mean.to(dtype)[0]) and torch.equal(spread[0], known.variance.to(dtype)[0])
+    assert bool(middle.isfinite().all() and spread.isfinite().all() and (spread > 0).all())
+    pairs = PAIRS[likelihood.name].of(mean[1:], covariance[1:]).flat
+    levels = tuple(float(level) for level in torch.special.ndtr(torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)))
+    low, median, high = pairs.quantiles(levels, torch.finfo(dtype).max ** 0.49)
+    assert_close(middle[1], median, "float32")
+    assert_close(spread[1], (0.5 * (high - low)).square(), "float32_solve")
+    for level, quantile in zip(levels, (low, median, high), strict=True):
+        below = reference.distribution(mean[1].double(), covariance[1].double(), float(quantile), likelihood.name)
+        assert abs(below - level) < 0.02
+
+
+@pytest.mark.parametrize("likelihood", NOISY, ids=lambda likelihood: likelihood.name)
+def test_median_and_spread_are_differentiable(likelihood: MomentLikelihood) -> None:
+    mean = torch.tensor([[0.5, -0.5]], dtype=torch.float64, requires_grad=True)
+    variance = torch.tensor([[0.5, 60.0]], dtype=torch.float64, requires_grad=True)
+
+    def summary(mean: Tensor, variance: Tensor) -> Any:
+        return likelihood.target.summary(likelihood, mean, variance.diag_embed(), "probit")
+
+    torch.autograd.gradcheck(summary, (mean, variance), rtol=1e-2, atol=1e-3)
+
+
+def test_moments_within_a_few_deviations_are_shown() -> None:
+    """Whatever their size is: a small precision that is known gives a large variance."""
+    mean, variance = torch.tensor([[1.0, -30.0]], dtype=torch.float64), torch.tensor([[0.1, 1.0]], dtype=torch.float64)
+    shown = Heteroscedastic().target.summary(Heteroscedastic(), mean, variance, "probit")
+    assert_close(shown[1], natural_moments(mean, variance).variance, "exact")
 
 
 @pytest.mark.parametrize("name", ["crps", "entropy"])
@@ -240,7 +330,7 @@ def test_scores_of_a_noise_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
 def test_conditionals_and_their_samples(likelihood: MomentLikelihood) -> None:
     f, _ = latents()
-    width = f.shape[1] // 2 if likelihood.name == "heteroscedastic" else f.shape[1]
+    width = f.shape[1] if likelihood.name == "poisson" else f.shape[1] // 2
     conditional = likelihood.conditional(f.expand(3, *f.shape))
     y = conditional.sample()
     assert y.shape == (3, 5, width)
@@ -268,6 +358,7 @@ def test_summaries_of_samples_agree_with_those_of_their_gaussian(likelihood: Mom
         (Poisson(), torch.zeros(2, 1), torch.tensor([1.0, 2.0]), r"unsqueeze\(-1\)"),
         (Poisson(), torch.zeros(2, 1), torch.tensor([[1.0], [float("inf")]]), "NaN or infinite"),
         (Heteroscedastic(), torch.zeros(2, 3), torch.zeros(2, 1), r"\[B, 2C\]"),
+        (MeanLogVariance(), torch.zeros(2, 3), torch.zeros(2, 1), r"mean \| log variance"),
         (Heteroscedastic(), torch.zeros(2, 4), torch.zeros(2, 4), "must be equal"),
         (Heteroscedastic(), torch.zeros(2, 4), torch.full((2, 2), float("nan")), "NaN"),
     ],
@@ -282,7 +373,7 @@ def test_counts_may_be_integers() -> None:
     assert y.dtype == torch.float32
 
 
-@pytest.mark.parametrize("likelihood", ["poisson", "heteroscedastic"])
+@pytest.mark.parametrize("likelihood", ["poisson", "heteroscedastic", "mean_log_variance"])
 def test_a_noise_is_refused(likelihood: str) -> None:
     with pytest.raises(InvalidArgument, match="no observation noise"):
         Laplace(grid.network(likelihood), likelihood, "all", "diag", sigma_noise=0.5)

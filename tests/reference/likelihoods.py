@@ -10,16 +10,21 @@ import math
 
 import numpy as np
 import torch
+from scipy.integrate import quad
+from scipy.special import ndtr
 from torch import Tensor
 from torch.nn.functional import softplus
 
-DENSITIES = ("poisson", "heteroscedastic")
+DENSITIES = ("poisson", "heteroscedastic", "mean_log_variance")
 
 
 def nll(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
     """−log p(y | f) of every row, `[...]`, of outputs `[..., C]` (counts) or `[..., 2C]` and targets `[..., C]`."""
     if likelihood == "poisson":
         return -torch.distributions.Poisson(f.exp(), validate_args=False).log_prob(y).sum(-1)
+    if likelihood == "mean_log_variance":
+        normal = torch.distributions.Normal(*_normal(f, likelihood), validate_args=False)
+        return -normal.log_prob(y).sum(-1)
     first, s = f.chunk(2, -1)
     second = -0.5 * softplus(s)
     log_partition = -first.square() / (4 * second) - 0.5 * (-2 * second).log()
@@ -42,7 +47,7 @@ def fisher(f: Tensor, likelihood: str) -> Tensor:
         masses = torch.distributions.Poisson(f.exp()).log_prob(counts).exp()  # [n, B, C]
         slopes = torch.stack([gradient(f, count.expand_as(f), likelihood) for count in counts])
         return torch.diag_embed((masses * slopes.square()).sum(0))
-    mean, scale = _normal(f)
+    mean, scale = _normal(f, likelihood)
     nodes, weights = np.polynomial.hermite_e.hermegauss(20)
     total = f.new_zeros(*f.shape, f.shape[1])
     for node, weight in zip(nodes, weights / math.sqrt(2 * math.pi), strict=True):
@@ -75,14 +80,16 @@ def moments(mean: Tensor, covariance: Tensor, likelihood: str, n: int = 80) -> t
         root = torch.linalg.cholesky(pairs)
         grid = torch.cartesian_prod(nodes, nodes)
         f = mean[:, places] + torch.einsum("bcij,nj->nbci", root, grid)
-        precision = softplus(f[..., 1])
-        values, spreads = f[..., 0] / precision, 1 / precision
+        values, scales = _normal(f, likelihood)
+        values, spreads = values[..., 0], scales[..., 0].square()
         weights = torch.cartesian_prod(weights, weights).prod(1).view(-1, 1, 1)
     expected = (weights * values).sum(0)
     return expected, (weights * spreads).sum(0), (weights * (values - expected).square()).sum(0)
 
 
-def noisy_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 401) -> Tensor:
+def noisy_density(
+    mean: Tensor, covariance: Tensor, y: Tensor, n: int = 401, likelihood: str = "heteroscedastic"
+) -> Tensor:
     """log ∫ p(y_c | f) N(f; mean, covariance) df of every target, `[B, C]`, by a dense sum over pairs of outputs."""
     c = y.shape[1]
     places = torch.stack([torch.arange(c), torch.arange(c) + c], 1)
@@ -90,13 +97,13 @@ def noisy_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 401) -> 
     line = torch.linspace(-9, 9, n, dtype=mean.dtype)
     grid = torch.cartesian_prod(line, line)
     f = mean[:, places] + torch.einsum("bcij,nj->nbci", root, grid)
-    logs = (
-        -nll(f, y.unsqueeze(-1), "heteroscedastic") - 0.5 * grid.square().sum(1).view(-1, 1, 1) - math.log(2 * math.pi)
-    )
+    logs = -nll(f, y.unsqueeze(-1), likelihood) - 0.5 * grid.square().sum(1).view(-1, 1, 1) - math.log(2 * math.pi)
     return logs.logsumexp(0) + 2 * math.log(18 / (n - 1))
 
 
-def narrow_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 2_000_001) -> Tensor:
+def narrow_density(
+    mean: Tensor, covariance: Tensor, y: Tensor, n: int = 2_000_001, likelihood: str = "heteroscedastic"
+) -> Tensor:
     """The same of one pair (η, s), 0-dim, by a dense sum over s alone, given which y is Gaussian.
 
     Args:
@@ -104,14 +111,15 @@ def narrow_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 2_000_0
         covariance: `[2, 2]`.
         y: 0-dim.
         n: Terms of the sum: it resolves what is wide by 1e-4 standard deviations of s.
+        likelihood: Its name.
     """
     line = torch.linspace(-14, 14, n, dtype=mean.dtype)
     s = mean[1] + line * covariance[1, 1].sqrt()
     slope = covariance[0, 1] / covariance[1, 1]
-    precision, rest = softplus(s), covariance[0, 0] - slope * covariance[0, 1]
-    normal = torch.distributions.Normal(
-        (mean[0] + slope * (s - mean[1])) / precision, (precision + rest).sqrt() / precision
-    )
+    first, rest = mean[0] + slope * (s - mean[1]), covariance[0, 0] - slope * covariance[0, 1]
+    centre, deviation = _normal(torch.stack([first, s], -1), likelihood)
+    scale = deviation[:, 0].square() if likelihood == "heteroscedastic" else 1.0  # of an error of the first output
+    normal = torch.distributions.Normal(centre[:, 0], (deviation[:, 0].square() + rest * scale**2).sqrt())
     logs = normal.log_prob(y) - 0.5 * line.square() - 0.5 * math.log(2 * math.pi)
     return logs.logsumexp(0) + math.log(28 / (n - 1))
 
@@ -132,7 +140,30 @@ def count_density(mean: Tensor, variance: Tensor, y: Tensor, n: int = 100_001) -
     return logs.logsumexp(0) + ((high - low) / (n - 1)).log()
 
 
-def _normal(f: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of y given outputs `[B, 2C]`."""
+def distribution(mean: Tensor, covariance: Tensor, y: float, likelihood: str) -> float:
+    """P(Y ≤ y) under one pair of outputs with mean `[2]` and covariance `[2, 2]`, by SciPy's adaptive quadrature.
+
+    Given the second output s, y is Gaussian. Its distribution function is integrated over s by parts of one deviation.
+    """
+    (first, s), ((a, b), (_, v)) = mean.tolist(), covariance.tolist()
+    slope, deviation = (b / v, math.sqrt(v)) if v else (0.0, 0.0)
+    rest = a - slope * b
+
+    def given(z: float) -> float:
+        at, numerator = s + z * deviation, first + slope * z * deviation
+        if likelihood == "heteroscedastic":
+            precision = max(at, 0.0) + math.log1p(math.exp(-abs(at))) if at > -30 else math.exp(at)
+            standard = (y * precision - numerator) / math.sqrt(precision + rest)
+        else:
+            standard = (y - numerator) / math.sqrt(math.exp(min(at, 700.0)) + rest)
+        return math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) * ndtr(standard)
+
+    return sum(quad(given, low / 2, (low + 1) / 2, limit=200)[0] for low in range(-16, 16))
+
+
+def _normal(f: Tensor, likelihood: str) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of y given outputs `[..., 2C]`."""
     first, s = f.chunk(2, -1)
+    if likelihood == "mean_log_variance":
+        return first, (0.5 * s).exp()
     return first / softplus(s), softplus(s).rsqrt()
