@@ -1491,7 +1491,7 @@ class KronAttributes(NamedPosterior):
         fit = None if self._posterior.data is None else self._posterior.data.factors_fit
         if fit is None or fit.H is None:
             return None
-        return fit.H if isinstance(fit.H, Kron) else fit.complete.curvature.public().factors
+        return fit.H if isinstance(fit.H, Kron) else fit.complete.H.factors
 
     @H_facs.setter
     def H_facs(self, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight
@@ -88,15 +90,28 @@ def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | N
     return total
 
 
-def group_gram(x: Tensor) -> Tensor:
-    """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
-    groups, width = x.shape[-2:]
+def group_gram(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`.
+
+    Args:
+        x: Rows; where they are narrower than the sum they are widened a few at a time.
+        dtype: Of the products and of their sum; None for that of the rows.
+    """
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
+    if dtype is None or dtype == x.dtype:
+        return _group_gram(rows)
+    step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[1:].numel())))
+    return reduce(torch.add, (_group_gram(part.to(dtype)) for part in rows.split(step)))
+
+
+def _group_gram(rows: Tensor) -> Tensor:
+    """Σ x xᵀ of `[N, T, G, D]`, `[G, D, D]`."""
+    groups, width = rows.shape[-2:]
     if groups == 1 and width > _NARROW:
         if rows.stride(1) == 1 and rows.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
             fast = convolutions_are_fast(rows, rows.shape[1], width)
             return (_gram_by_convolution if fast else _gram_of_columns)(rows[:, :, 0].mT).unsqueeze(0)
-        return gram(x.reshape(-1, width)).unsqueeze(0)
+        return gram(rows.reshape(-1, width)).unsqueeze(0)
     if rows.stride(1) == 1 and rows.shape[1] >= max(width, _NARROW):  # the same; the products hold no more than x
         columns = rows.permute(0, 2, 3, 1).flatten(0, 1)  # [N · G, D, T]
         return torch.bmm(columns, columns.mT).unflatten(0, (-1, groups)).sum(0)
@@ -133,7 +148,7 @@ def _gram_by_convolution(x: Tensor) -> Tensor:
 
 
 def group_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Σ x xᵀ M over all but the last two dimensions of `[..., G, D]`, for M `[G, D, w]`, `[G, D, w]`.
+    """Σ x xᵀ M over all but the last two dimensions of `[..., G, D]`, for M `[G, D, w]`, `[G, D, w]` in its dtype.
 
     As Σ x (Mᵀ x)ᵀ: the Gram `[G, D, D]` is not formed. Partial sums are formed apart, as in `gram`; few rows times
     many are multiplied faster than the transposed product.
@@ -141,7 +156,7 @@ def group_product(x: Tensor, matrix: Tensor) -> Tensor:
     rows = x.reshape(-1, *x.shape[-2:]) if x.ndim > 2 else x.unsqueeze(0)  # [N, G, D]
     total = matrix.new_zeros(matrix.mT.shape)
     for part in rows.split(_ROWS):
-        flat = part.transpose(0, 1)  # [G, n, D]
+        flat = part.transpose(0, 1).to(matrix.dtype)  # [G, n, D]
         total += (matrix.mT @ flat.mT) @ flat
     return total.mT.contiguous()
 

@@ -37,13 +37,26 @@ _ROOT_ERROR = 1e-5
 """Relative error of a variance, at most, that is a sum of squares of products in a type narrower than float64."""
 
 
-def root_dtype(dtype: torch.dtype, largest: float, smallest: float, device: torch.device) -> torch.dtype:
+EIGENBASIS_ERROR = 1e-3
+"""The same where outputs are rotated into an eigenbasis: most rows are far from the bound."""
+
+
+def root_dtype(
+    dtype: torch.dtype, largest: float, smallest: float, device: torch.device, error: float = _ROOT_ERROR
+) -> torch.dtype:
     """The type of products v = L φ with a root L of P⁻¹ of which variances are the squares |v|².
 
     Rounding is ε |L| |φ| ≤ ε |φ| / √λmin, and |v| ≥ |φ| / √λmax, so that the relative error is ε √(λmax / λmin): the
     square root of what is lost in φᵀ P⁻¹ φ.
+
+    Args:
+        dtype: Of the posterior: the type, where it is precise enough.
+        largest: λmax of P.
+        smallest: λmin of P.
+        device: Where the products are formed.
+        error: The relative error that is allowed.
     """
-    precise = smallest > 0 and torch.finfo(dtype).eps * (largest / smallest) ** 0.5 <= _ROOT_ERROR
+    precise = smallest > 0 and torch.finfo(dtype).eps * (largest / smallest) ** 0.5 <= error
     return dtype if precise else wide_dtype(device)
 
 

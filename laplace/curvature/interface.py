@@ -295,8 +295,9 @@ class CurvatureInterface:
         """
         from laplace.compat.kron import Kron  # legacy values are imported by those who use them
 
-        summary, parts = self._engine_at(x).kron(x, y)
-        return summary.loss_terms.sum(), Kron(parts.shared(len(y) / N))
+        engine = self._engine_at(x)
+        summary, parts = engine.kron(x, y)
+        return summary.loss_terms.sum(), Kron(parts.shared(len(y) / N, engine.dtype))
 
     # Jacobians and gradients.
 

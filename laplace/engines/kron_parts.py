@@ -20,8 +20,7 @@ class ThinFactor:
     """V diag(λ) Vᵀ of fewer than n/2 columns; the eigenvalues of all other directions are exactly 0.
 
     While a fit reads its data the columns are the rows that are summed, whose products need not be formed. What is kept
-    of them are the eigenpairs (`algebra.thin_eigh`), all of these in float64, in which they take no more memory than
-    the matrix would in float32.
+    of them are the eigenpairs (`linalg.thin_eigh`), all of these in float64, as matrices are.
     """
 
     values: Tensor  # λ, `[..., r]`
@@ -71,9 +70,9 @@ class ThinFactor:
         """Trace of the matrix, `[...]`."""
         return (self.values * self.vectors.square().sum(-2)).sum(-1)
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The matrix itself, `[..., n, n]`, summed in this dtype."""
-        total = group_gram(self.rows.to(dtype).reshape(self.rank, 1, self.width))
+    def matrix(self) -> Tensor:
+        """The matrix itself, `[..., n, n]`."""
+        total = group_gram(self.rows.reshape(self.rank, 1, self.width))
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
@@ -91,17 +90,17 @@ Factor = Tensor | ThinFactor
 """A sum of outer products, as a matrix or of low rank."""
 
 
-def dense(factor: Factor, dtype: torch.dtype) -> Tensor:
+def dense(factor: Factor) -> Tensor:
     """The factor as a matrix."""
-    return factor.matrix(dtype) if isinstance(factor, ThinFactor) else factor
+    return factor.matrix() if isinstance(factor, ThinFactor) else factor
 
 
-def added(a: Factor, b: Factor, dtype: torch.dtype) -> Factor:
-    """The sum of two factors: low-rank as long as it has few enough columns, else a matrix of this dtype."""
+def added(a: Factor, b: Factor) -> Factor:
+    """The sum of two factors: low-rank as long as it has few enough columns, else a matrix."""
     if isinstance(a, ThinFactor) and isinstance(b, ThinFactor):
         both = a.joined(b)
-        return both if ThinFactor.holds(both.rank, both.width) else both.matrix(dtype)
-    return dense(a, dtype) + dense(b, dtype)
+        return both if ThinFactor.holds(both.rank, both.width) else both.matrix()
+    return dense(a) + dense(b)
 
 
 DENSE_BLOCK_LIMIT = 512
@@ -126,7 +125,7 @@ class KronParts:
 
     # Summed matrices by key: output sides `[E, G, O, O]` (E terms, one per output under a vector noise, else 1; G
     # groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`, diagonals `[E, p]`, numbers of
-    # positions `[]`
+    # positions `[]`. In float64; those of packages, of users and of older states are in the dtype that they came in.
     factors: Mapping[str, Tensor]
     blocks: tuple[KronBlock, ...]  # One per random parameter, in order
     # Sums of fewer rows than half of their width, by key
@@ -151,7 +150,7 @@ class KronParts:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the sums' dtype and device."""
+        """A tensor of the sums' device, and of the dtype of one of them."""
         return self.factors.get(self.blocks[0].output, next(iter(self.factors.values())))
 
     @property
@@ -162,7 +161,7 @@ class KronParts:
 
     def matrix(self, key: str) -> Tensor:
         """The sum under a key as a matrix."""
-        return dense(self.thin[key] if key in self.thin else self.factors[key], self.like.dtype)
+        return dense(self.thin[key] if key in self.thin else self.factors[key])
 
     def dense(self) -> KronParts:
         """The same with all sums as matrices."""
@@ -214,7 +213,7 @@ class KronParts:
             totals.update(zip(both, sums, strict=True))
         for key in read.keys() - totals.keys():
             if key in mine and key in theirs:
-                totals[key] = added(mine[key], theirs[key], self.like.dtype)
+                totals[key] = added(mine[key], theirs[key])
             elif key in mine or key in theirs:
                 totals[key] = mine[key] if key in mine else theirs[key]
         return KronParts.made_of({key: totals[key] for key in read if key in totals}, blocks)
@@ -238,10 +237,10 @@ class KronParts:
             result.append([inputs, output] if block.input_first else [output, inputs])
         return result
 
-    def shared(self, share: float) -> list[list[Tensor]]:
+    def shared(self, share: float, dtype: torch.dtype) -> list[list[Tensor]]:
         """Factors per tensor with input sides that are multiplied by a share of the data."""
         return [
-            [share * factor if len(sides) == 2 and (i == 0) is block.input_first else factor
+            [(share * factor if len(sides) == 2 and (i == 0) is block.input_first else factor).to(dtype)
              for i, factor in enumerate(sides)]
             for block, sides in zip(self.blocks, self.kfacs(), strict=True)
         ]  # fmt: skip

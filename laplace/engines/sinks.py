@@ -19,7 +19,7 @@ from torch import Tensor
 from laplace.core.gram import group_product
 from laplace.core.layout import Layout
 from laplace.core.nested import named_tensors
-from laplace.core.precision_policy import wide_dtype
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import (
     DENSE_BLOCK_LIMIT,
     UNUSED,
@@ -132,9 +132,12 @@ class Sink(ABC):
 class DiagSink(Sink):
     """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U of every tensor."""
 
-    def __init__(self, bases: Bases | None = None, values: Tensor | None = None) -> None:
+    def __init__(
+        self, bases: Bases | None = None, values: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.bases = bases  # U of every tensor, or None for the identity
         self._values = values  # The sum to add to; None for zeros
+        self._dtype = dtype  # In which blocks are rotated and squared; None for that of the curvature
         self._slices: tuple[slice, ...] = ()
         self.quantity = "diag" if bases is None else "diag in a basis"
 
@@ -148,7 +151,8 @@ class DiagSink(Sink):
         starts = tuple(accumulate(sizes, initial=0))
         self._slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=False))
         if self._values is None:
-            self._values = torch.zeros(form.n_terms, starts[-1], dtype=form.dtype, device=form.problem.device)
+            dtype = self._dtype or form.dtype
+            self._values = torch.zeros(form.n_terms, starts[-1], dtype=dtype, device=form.problem.device)
 
     def heads(self, heads: Mapping[int, HeadBlock]) -> Mapping[int, Head]:
         """The heads in the bases, where they still are heads."""
@@ -156,6 +160,7 @@ class DiagSink(Sink):
         return {i: head for i, head in in_basis.items() if head is not None}
 
     def _in_basis(self, slot: int, block: Block) -> Block:
+        block = block if self._dtype is None else block.cast(self._dtype)
         return block if self.bases is None else self.bases[slot].project(block)
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
@@ -172,6 +177,7 @@ class DiagSink(Sink):
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         for slot, block in blocks.items():
             per_output = len(self.values) > 1
+            block = block if self._dtype is None else block.cast(self._dtype)
             self.values[:, self._slices[slot]].add_(block.ggn_diagonal(hessian, per_output=per_output))
 
     def put(self, values: Tensor) -> None:
@@ -321,11 +327,12 @@ class ProductSink(Sink):
     quantity = "matmul"
 
     def __init__(self, vectors: Tensor, products: Tensor | None = None) -> None:
-        self.vectors = vectors  # V, `[E, R, P]`, or `[1, R, P]` for all terms
+        self.vectors = vectors  # V, `[E, R, P]`, or `[1, R, P]` for all terms; products are formed in their dtype
         self._products = products  # The sum to add to; None for zeros
         self._parts: tuple[Tensor, ...] = ()
         self._sums: tuple[Tensor, ...] = ()
         self._casts = False
+        self.is_rounded = False  # Whether products were formed elsewhere, in the network's own dtype
 
     @property
     def products(self) -> Tensor:
@@ -343,10 +350,11 @@ class ProductSink(Sink):
         """Of blocks of a single term, Σ_kb J_kb (J_kb · v)."""
         layout = form.problem.layout
         vectors, products = self.prepared(1)
+        dtype = torch.promote_types(form.block_dtype, vectors.dtype)
         self.groups = (tuple(range(len(layout.sizes))),)
-        self._parts = tuple(layout.split(vectors[0].to(form.block_dtype)))
+        self._parts = tuple(layout.split(vectors[0].to(dtype)))
         self._sums = tuple(layout.split(products[0]))
-        self._casts = form.block_dtype != form.dtype
+        self._casts = form.block_dtype != dtype or form.block_dtype != form.dtype
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         del first
@@ -355,7 +363,10 @@ class ProductSink(Sink):
         self._add(blocks, self._applied(blocks))
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        if self._casts:
+            blocks = {i: block.cast(self._parts[i].dtype) for i, block in blocks.items()}
         applied = self._applied(blocks)
+        hessian = hessian.wide() if applied.dtype == torch.float64 else hessian
         self._add(blocks, hessian.times(applied.to(hessian.diag)).to(applied))
 
     def _applied(self, blocks: Mapping[int, Block]) -> Tensor:
@@ -367,6 +378,7 @@ class ProductSink(Sink):
 
     def put(self, values: Tensor) -> None:
         self._products = values if self._products is None else self._products.add_(values)
+        self.is_rounded = True
 
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         self.put(self.vectors @ matrix.to(self.vectors))
@@ -401,7 +413,11 @@ class PairOfSinks(Sink):
 
 
 class KronSink(Sink):
-    """Kronecker factors of one batch, by key; exact dense or diagonal blocks of tensors without factors."""
+    """Kronecker factors of one batch, by key; exact dense or diagonal blocks of tensors without factors.
+
+    Products are formed and summed in float64. A posterior variance in a direction that the data leave open is 1/δ, and
+    1/(δ + ε λ) with the rounding ε of the largest eigenvalue λ: of inputs in the thousands ε λ exceeds δ in float32.
+    """
 
     quantity = "kron"
 
@@ -413,8 +429,8 @@ class KronSink(Sink):
         self.blocks: dict[int, KronBlock] = {}
 
     def begin(self, form: BatchForm) -> None:
-        self.problem, self.n_terms, self.dtype, self.reduce = form.problem, form.n_terms, form.dtype, form.reduce
-        self.sources = form.sources()
+        self.problem, self.n_terms, self.reduce = form.problem, form.n_terms, form.reduce
+        self.dtype, self.sources = wide_dtype(form.problem.device), form.sources()
 
     def put(self, values: KronParts) -> None:
         factors = values.every if self.probe is None else values.dense().factors
@@ -429,7 +445,7 @@ class KronSink(Sink):
         elif block.kind == "kron":
             for key, factor in factors.items():
                 if isinstance(factor, Tensor) and factor.ndim > 2:  # a side, and no number of positions
-                    factor = factor @ self.probe(key, *factor.shape[-3:-1]).to(factor)
+                    factor = widened(factor) @ widened(self.probe(key, *factor.shape[-3:-1]))
                 self.factors[key] = factor
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
@@ -453,22 +469,22 @@ class KronSink(Sink):
             weights, features = self.sources[slot].weights, block.features
             count = features.new_full((), block.n_data)
             if weights is not None:
-                features, count = features * weights.to(features).sqrt().unsqueeze(1), weights.sum()
+                features, count = widened(features) * widened(weights).sqrt().unsqueeze(1), weights.sum()
             inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))
             self._put(slot, block, output, inputs, count)
 
     def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
         """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
-        n_outputs = hessian.diag.shape[1]
+        n_outputs, hessian = hessian.diag.shape[1], hessian.wide()
         if self.probe is None:
             total = hessian.total()
             total = total if self.n_terms == 1 else torch.diag_embed(torch.diag(total.diagonal()))
         else:
-            matrix = self.probe(key, 1, n_outputs)[0].to(hessian.diag)
+            matrix = widened(self.probe(key, 1, n_outputs)[0])
             total = hessian.total_times(matrix)
             if self.n_terms > 1:
                 total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
-        return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
+        return total.reshape(self.n_terms, 1, n_outputs, -1)
 
     def _kronecker(self, slot: int, block: Block, product: FactoredBlock, first: int, seen: set[str]) -> None:
         # A weight and its bias share the output side if both see the gradients of the layer's outputs.
@@ -482,7 +498,7 @@ class KronSink(Sink):
             else:
                 side = self._gram(output, g).unsqueeze(0)
                 known = self.factors.get(output)
-                self.factors[output] = side if known is None else added(known, side, self.dtype)
+                self.factors[output] = side if known is None else added(known, side)
         if first == 0:
             weights = self.sources[slot].weights
             inputs = product.input_side(partial(self._gram, f"in:{slot}"), weights, reduce=self.reduce)
@@ -509,16 +525,16 @@ class KronSink(Sink):
     def _product(self, key: str, rows: Tensor | Patches) -> Tensor:
         """`_gram`, never of low rank."""
         if self.probe is None:
-            return gram_of(rows)
+            return gram_of(rows, self.dtype)
         rows = as_tensor(rows)
-        return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
+        return group_product(rows, widened(self.probe(key, *rows.shape[-2:])))
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
             self._put_diagonal("diag", slot, block, first)
             return
         self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
-        for piece in block.pieces():
+        for piece in block.cast(self.dtype).pieces():
             self._put_terms(f"dense:{slot}", torch.bmm(piece.mT, piece), first)
 
     def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
@@ -529,7 +545,7 @@ class KronSink(Sink):
         elif self.probe is None:
             if key not in self.factors:
                 self.factors[key] = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
-            block.add_squares(dense(self.factors[key], self.dtype)[0])
+            block.add_squares(dense(self.factors[key])[0])
 
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
@@ -540,7 +556,7 @@ class KronSink(Sink):
             return
         if key not in self.factors:
             self.factors[key] = values.new_zeros(self.n_terms, *values.shape[1:])
-        _add_terms(dense(self.factors[key], self.dtype), values, first)
+        _add_terms(dense(self.factors[key]), values, first)
 
     def result(self) -> KronParts:
         """All factors of the batch."""

@@ -108,6 +108,10 @@ class Head(Block):
         """The block of some of the data: a slice, or indices `[n]`."""
 
     @abstractmethod
+    def cast(self, dtype: torch.dtype) -> Head:
+        """The block in another dtype."""
+
+    @abstractmethod
     def ggn_diagonal(self, hessian: OutputHessian, *, per_output: bool) -> Tensor:
         """Diagonal of Σ_b J_bᵀ Λ_b J_b, `[1, p]`, without a root of Λ."""
 

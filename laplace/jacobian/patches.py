@@ -99,12 +99,13 @@ class Patches:
         )  # fmt: skip
         return sums.view(k, b, self.groups, n_outputs, -1)
 
-    def gram(self) -> Tensor:
-        """Σ a aᵀ over all patches, `[G, I, I]`."""
+    def gram(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Σ a aᵀ over all patches, `[G, I, I]`, multiplied and summed in this dtype; None for their own."""
         if self._repeats:
-            sums = (_by_shifts(strips, self.kernel[0]) for strips in self._strips())
+            sums = (_by_shifts(strips.to(dtype or strips.dtype), self.kernel[0]) for strips in self._strips())
             return _ordered(reduce(torch.add, sums), self.kernel)
-        return reduce(torch.add, (group_gram(replace(self, images=self.images[part]).rows) for part in self.slices()))
+        some = (replace(self, images=self.images[part]).rows for part in self.slices())
+        return reduce(torch.add, (group_gram(rows, dtype) for rows in some))
 
     @property
     def _repeats(self) -> bool:
@@ -134,9 +135,9 @@ def as_tensor(inputs: Tensor | Patches) -> Tensor:
     return inputs.rows if isinstance(inputs, Patches) else inputs
 
 
-def gram_of(inputs: Tensor | Patches) -> Tensor:
-    """Σ a aᵀ of inputs `[..., G, I]`, or of patches, `[G, I, I]`."""
-    return inputs.gram() if isinstance(inputs, Patches) else group_gram(inputs)
+def gram_of(inputs: Tensor | Patches, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ a aᵀ of inputs `[..., G, I]`, or of patches, `[G, I, I]`, multiplied and summed in a dtype; None for theirs."""
+    return inputs.gram(dtype) if isinstance(inputs, Patches) else group_gram(inputs, dtype)
 
 
 def _by_shifts(strips: Tensor, k: int) -> Tensor:

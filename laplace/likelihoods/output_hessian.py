@@ -141,7 +141,7 @@ class OutputHessian:
     def diagonal_in(self, basis: Tensor) -> Tensor:
         """Diagonals uᵀ Λ u of columns u of a basis `[C, K]`, `[B, K]`."""
         if self.dense is not None:
-            return ((self.dense @ basis) * basis).sum(1)
+            return ((self.dense.to(basis) @ basis) * basis).sum(1)
         diag, vec = self._parts
         wide = basis.to(diag)
         values = diag @ wide.square()

@@ -351,6 +351,13 @@ class Curvature(ABC):
         """H as it is shown in `la.H`."""
         return self
 
+    def shown(self, dtype: torch.dtype) -> Any:
+        """The same in the dtype of the posterior, if it is tensors whose sums are wide."""
+        H = self.public()
+        if not self.is_wide:
+            return H
+        return tuple(block.to(dtype) for block in H) if isinstance(H, tuple) else H.to(dtype)
+
 
 def narrowed(curvature: C, dtype: torch.dtype) -> C:
     """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""

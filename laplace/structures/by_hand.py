@@ -99,7 +99,7 @@ class KronByHand(ByHand):
                 "the subnetwork has single entries of a tensor, of which Kronecker factors do not add up by hand; "
                 "choose whole rows × columns, hessian_structure='diag' or 'full', or call fit."
             )
-        return summary, Kron(parts.shared(len(y) / n_data))
+        return summary, Kron(parts.shared(len(y) / n_data, engine.dtype))
 
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
         from laplace.compat.kron import Kron, KronDecomposed  # legacy values are imported by those who use them

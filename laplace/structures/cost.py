@@ -121,11 +121,11 @@ class Sides:
     def _every(self) -> tuple[Side, ...]:
         return self.outputs + self.inputs
 
-    def held(self, n_terms: int, itemsize: int) -> int:
-        """Bytes of all sums, those of the output sides once per term; eigenpairs are of float64."""
+    def held(self, n_terms: int) -> int:
+        """Bytes of all sums, in float64, those of the output sides once per term."""
         thin = sum(side.rank * (side.width + 1) for side in self._every if side.is_thin)
         outputs, inputs = (sum(s.squares for s in sides if not s.is_thin) for sides in (self.outputs, self.inputs))
-        return DOUBLE * thin + itemsize * (n_terms * (outputs + self.vectors) + inputs)
+        return DOUBLE * (thin + n_terms * (outputs + self.vectors) + inputs)
 
     @property
     def squares(self) -> int:

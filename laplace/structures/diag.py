@@ -204,7 +204,7 @@ class DiagCurvature(AdditiveCurvature):
         def precisions(delta: Tensor) -> tuple[Tensor, ...]:
             return layout.split(require_positive(values + delta, ENTRY) if mode == "error" else values + delta)
 
-        return SpectralScan(lambda jacobian: jacobian, precisions)
+        return SpectralScan(lambda jacobian, _: jacobian, precisions)
 
     def public(self) -> Tensor:
         return self.values.sum(0)

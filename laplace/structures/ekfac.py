@@ -31,6 +31,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures.base import (
     Curvature,
     DataPass,
+    Recent,
     Separation,
     SumPass,
     first,
@@ -60,7 +61,8 @@ class Correction(DataPass):
         self.corrected = corrected  # The sum so far, `[E, n]` for n vectors of all bases; None before the first batch
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        sink = DiagSink(self.bases, self.corrected)
+        # An eigenvalue of zero is known to the rounding of the largest one, as in the factors.
+        sink = DiagSink(self.bases, self.corrected, wide_dtype(self.engine.problem.device))
         summary = self.engine.accumulate(x, y, sink)
         self.corrected = sink.values
         require_finite(all_finite([self.corrected]))
@@ -120,7 +122,7 @@ class EkfacCurvature(Curvature):
     """
 
     kron: KronCurvature  # Factors and exact blocks
-    # U of every tensor, in the curvature's dtype; the identity where the block is exact
+    # U of every tensor, in float64; the identity where the block is exact
     bases: tuple[BlockSpectrum, ...]
     corrected: Tensor  # λ*, `[E, P]`; where the block is exact, its diagonal
     name = "ekfac"
@@ -129,6 +131,7 @@ class EkfacCurvature(Curvature):
     exact_prior = False
     by_layer = True
     has_factors = True
+    is_wide = True
     separation = EkfacSeparation()
 
     @property
@@ -143,16 +146,17 @@ class EkfacCurvature(Curvature):
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         kron, diag = KronCurvature.cost(profile, None), DiagCurvature.cost(profile, None)
         sides = Sides.of(profile)
-        bases, doubles = sides.squares * profile.itemsize, sides.squares * DOUBLE
+        bases = sides.squares * DOUBLE
         unfolded = sides.squares - sides.bases  # of thin sides, whose bases have all their vectors here
-        between = kron.fitted + bases + doubles  # with the factors' own decomposition, in float64
+        between = kron.fitted + 2 * bases  # with the factors' own decomposition
         columns = 0 if profile.is_head else profile.at_once
-        gradients = 2 * columns * profile.n_data * profile.itemsize * widest_gradient(profile)
+        gradients = 2 * columns * profile.n_data * DOUBLE * widest_gradient(profile)
+        wide = DOUBLE // profile.itemsize
         return Cost(
-            fitted=kron.fitted + bases + diag.fitted,
-            running=max(kron.running, kron.fitted + bases + diag.running),
-            adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + diag.adding),
-            pieces=max(kron.pieces, 2 * diag.pieces + gradients),
+            fitted=kron.fitted + bases + wide * diag.fitted,
+            running=max(kron.running, kron.fitted + bases + wide * diag.running),
+            adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + wide * diag.adding),
+            pieces=max(kron.pieces, 2 * wide * diag.pieces + gradients),
             posterior=kron.posterior + (DOUBLE + profile.itemsize) * unfolded,
             projecting=kron.projecting,
         )
@@ -187,11 +191,16 @@ class EkfacCurvature(Curvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
-        ratios = torch.ones_like(self.corrected[:, 0]) if self.n_terms == 1 else weights / weights.mean()
-        return self._spectra(ratios)
+        blocks = self._blocks(torch.ones_like(weights) if self.n_terms == 1 else weights / weights.mean())
+        key = weights.dtype, *map(id, blocks)
+        return self._recent(key, lambda: Spectra(blocks, weights.dtype))
+
+    @cached_property
+    def _recent(self) -> Recent[Spectra]:
+        return Recent()
 
     @keeps_last
-    def _spectra(self, weights: Tensor) -> Spectra:
+    def _blocks(self, weights: Tensor) -> tuple[BlockSpectrum, ...]:
         values = (widened(weights) @ widened(self.corrected)).clamp(min=0)
         exact = iter(() if self._exact is None else self._exact.spectra(weights))
         spectra: list[BlockSpectrum] = []
@@ -199,7 +208,7 @@ class EkfacCurvature(Curvature):
             self.kron.parts.blocks, self._wide_bases, values.split([b.size for b in self.bases]), strict=True
         ):
             spectra.append(_with_values(basis, part) if block.kind == "kron" else next(exact))
-        return Spectra(tuple(spectra), self.corrected.dtype)
+        return tuple(spectra)
 
     @cached_property
     def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
@@ -213,6 +222,9 @@ class EkfacCurvature(Curvature):
         """The tensors without Kronecker factors, whose blocks need no correction."""
         blocks = tuple(block for block in self.kron.parts.blocks if block.kind != "kron")
         return KronCurvature(KronParts(self.kron.parts.factors, blocks)) if blocks else None
+
+    def shown(self, dtype: torch.dtype) -> EkfacCurvature:
+        return self
 
     def state(self) -> dict[str, Any]:
         # The bases are kept, and not found again: where eigenvalues meet, another machine finds other vectors.

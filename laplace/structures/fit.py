@@ -41,10 +41,7 @@ class Fit:
     @property
     def H(self) -> Any:
         """The unit curvature as users see it, in the dtype of the posterior."""
-        H, dtype = self.curvature.public(), self.loss_terms.dtype
-        if not self.curvature.is_wide:
-            return H
-        return H.to(dtype) if isinstance(H, Tensor) else tuple(block.to(dtype) for block in H)
+        return self.curvature.shown(self.loss_terms.dtype)
 
     @property
     def complete(self) -> Fit:

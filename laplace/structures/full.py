@@ -214,15 +214,15 @@ class FullCurvature(AdditiveCurvature):
         signed = mode == "error"
         matrices = self.indefinite(mode).values
         values, vectors = linalg.eigh(torch.tensordot(weights.to(matrices), matrices, 1), signed=signed)
-        values, vectors = values.to(weights.dtype), vectors.to(weights.dtype)
 
-        def project(jacobian: Jacobian) -> Jacobian:
-            return Jacobian((DenseBlock(torch.cat([piece @ vectors for piece in jacobian.pieces()]).transpose(0, 1)),))
+        def project(jacobian: Jacobian, dtype: torch.dtype) -> Jacobian:
+            basis = vectors.to(dtype)
+            return Jacobian((DenseBlock(torch.cat([piece @ basis for piece in jacobian.pieces()]).transpose(0, 1)),))
 
         def precisions(delta: Tensor) -> tuple[Tensor, ...]:
             return (require_positive(values + delta) if signed else values + delta,)
 
-        return SpectralScan(project, precisions)
+        return SpectralScan(project, precisions, values.amax().clamp(min=0))
 
     def is_finite(self) -> Tensor | bool:
         return self.sums.is_finite()

@@ -22,7 +22,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
@@ -33,6 +33,7 @@ from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
+    Recent,
     Separation,
     first,
     in_order,
@@ -223,17 +224,29 @@ class KronPrecision(Precision):
 
     @cached_property
     def _posterior(self) -> tuple[EigenBlock, ...]:
-        """Every posterior block, in the Jacobians' dtype."""
-        dtype = self.prior.precision.dtype
+        """Every posterior block, in the posterior's dtype, or in float64 where rotated outputs need it."""
+        pairs = [(spectrum, self._require_positive(values)) for spectrum, values in self._decomposed]
         blocks: list[EigenBlock] = []
-        for i, (spectrum, values) in enumerate(self._decomposed):
-            values = self._require_positive(values)
+        for i, ((spectrum, values), dtype) in enumerate(zip(pairs, self._dtypes(pairs), strict=True)):
             if self._moves(i) and spectrum.basis is not None:
                 precision = self._dense_block(i, projected=self.spectra.signed and self._varies(i))
                 blocks.append(MovingBlock(spectrum, values.detach(), precision, dtype))
             else:
                 blocks.append(EigenBlock(spectrum.cast(dtype), values.to(dtype)))
         return tuple(blocks)
+
+    def _dtypes(self, pairs: Sequence[tuple[BlockSpectrum, Tensor]]) -> list[torch.dtype]:
+        """Types in which outputs are rotated into the eigenbasis of every block; without one nothing is rounded."""
+        empty = self._scale.new_ones(1)
+        every = [values.detach() if spectrum.is_rotated else empty for spectrum, values in pairs]
+        extremes = torch.stack([torch.stack(values.aminmax()).to(empty) for values in every]).tolist()
+        device = empty.device
+        return [root_dtype(self._dtype, high, low, device, EIGENBASIS_ERROR) for low, high in extremes]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of the posterior."""
+        return self.prior.precision.dtype
 
     def _moves(self, i: int) -> bool:
         """True if the eigenvectors of a dense block depend on a hyper-parameter that requires a gradient."""
@@ -262,14 +275,16 @@ class KronPrecision(Precision):
         return decomposed
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        dtype = self._dtype if form == "diagonal" else jacobian.summed_in(self._dtype)
         return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i].variance(block, form, wide=jacobian.wide)
+            lambda i, block: self._posterior[i].variance(block, form, wide=jacobian.wide).to(dtype)
         )
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
-        """In the prior's dtype, which is enough for a penalty and half the cost of float64; its root is symmetric."""
+        """In the prior's dtype where that is enough, at half the cost of float64; its root is symmetric."""
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
-        return torch.cat([own.times(part, exponent) for own, part in zip(self._posterior, parts, strict=True)], -1)
+        pairs = zip(self._posterior, parts, strict=True)
+        return torch.cat([own.times(part.to(own.values.dtype), exponent).to(vectors) for own, part in pairs], -1)
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
         """P^exponent v of vectors `[..., P]`; P⁻¹ v unless told otherwise."""
@@ -281,14 +296,14 @@ class KronPrecision(Precision):
 
     def diag(self, exponent: float = 1) -> Tensor:
         """Diagonal of P^exponent, `[P]`."""
-        return torch.cat([block.diagonal(exponent) for block in self._posterior])
+        return torch.cat([block.diagonal(exponent).to(self._dtype) for block in self._posterior])
 
     def diagonal_of_inverse(self) -> Tensor:
         return self.diag(exponent=-1)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """P^exponent, `[P, P]`."""
-        return torch.block_diag(*[block.matrix(exponent) for block in self._posterior])
+        return torch.block_diag(*[block.matrix(exponent).to(self._dtype) for block in self._posterior])
 
     def to_dense(self) -> Tensor:
         return self.to_matrix()
@@ -322,20 +337,22 @@ def _folded(spectrum: BlockSpectrum, prior: Tensor) -> tuple[int, int]:
 
 def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping: Damping | None = None) -> SpectralScan:
     """Functional variances at many scalar priors from spectra that are known."""
-    bases = tuple(spectrum.cast(weights.dtype) for spectrum in spectra)
+
+    def project(jacobian: Jacobian, dtype: torch.dtype) -> Jacobian:
+        return spectra.project(jacobian, [spectrum.cast(dtype) for spectrum in spectra])
 
     def precisions(delta: Tensor) -> tuple[Tensor, ...]:
         prior = GaussianPrior(delta, weights.new_zeros(()), layout)
         return KronPrecision(spectra, weights, prior, damping=damping).eigenvalues(delta.dtype)
 
-    return SpectralScan(lambda jacobian: spectra.project(jacobian, bases), precisions)
+    return SpectralScan(project, precisions, mean_weight(weights) * spectra.largest)
 
 
 @dataclass(frozen=True, eq=False)
 class EigenBlock:
     """A block P = U diag(λ) Uᵀ of a posterior precision, in a basis that does not depend on hyper-parameters."""
 
-    spectrum: BlockSpectrum  # U, in the dtype of Jacobians
+    spectrum: BlockSpectrum  # U, in the dtype of Jacobians or float64
     values: Tensor  # λ, `[p]`, in the same
 
     @cached_property
@@ -344,7 +361,7 @@ class EigenBlock:
 
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         """J P⁻¹ Jᵀ, as of `Precision.variance`."""
-        return weighted(self.spectrum.project(block), self._variances, form, wide=wide)
+        return weighted(self.spectrum.project(_cast(block, self.values.dtype)), self._variances, form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         """P^exponent v of vectors `[..., p]`."""
@@ -368,6 +385,7 @@ class MovingBlock(EigenBlock):
 
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         root = self.matrix(-0.5)
+        block = _cast(block, root.dtype)
         return weighted(MappedBlock(block, lambda piece: piece @ root), root.new_ones(len(root)), form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
@@ -379,6 +397,11 @@ class MovingBlock(EigenBlock):
     def matrix(self, exponent: float) -> Tensor:
         (vectors,) = self.spectrum.factor_vectors
         return power(self.precision, (self.values, vectors.detach()), exponent).to(self.dtype)
+
+
+def _cast(block: Block, dtype: torch.dtype) -> Block:
+    """The block in float64 where that is asked for; else as the network gives it."""
+    return block.cast(dtype) if dtype == wide_dtype(block.bound().device) else block
 
 
 _INPUT_DIMS = 3
@@ -415,6 +438,7 @@ class KronCurvature(AdditiveCurvature):
     by_layer = True
     has_factors = True
     takes_damping = True
+    is_wide = True
 
     @property
     def n_terms(self) -> int:
@@ -428,13 +452,13 @@ class KronCurvature(AdditiveCurvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         sides = Sides.of(profile)
-        fitted = sides.held(profile.n_terms, profile.itemsize)
+        fitted = sides.held(profile.n_terms)
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
-            pieces=2 * sides.largest * profile.itemsize + (0 if profile.is_head else profile.at_once * gradients),
+            pieces=2 * sides.largest * DOUBLE + (0 if profile.is_head else profile.at_once * gradients),
             posterior=(DOUBLE + profile.itemsize) * sides.bases
             + 4 * DOUBLE * sides.largest
             + (DOUBLE + 3 * profile.itemsize) * profile.n_params,
@@ -453,8 +477,8 @@ class KronCurvature(AdditiveCurvature):
         return summary, KronCurvature(self.parts + parts)
 
     def is_finite(self) -> Tensor:
-        """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
-        traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
+        """True, 0-dim, if all is finite; of sides that are known by rows, their squares."""
+        traces = [side.trace for side in self.parts.thin.values()]
         sums = [factor for factor in self.parts.factors.values() if factor.ndim]  # and no numbers of positions
         return all_finite([*sums, *traces])
 
@@ -496,24 +520,27 @@ class KronCurvature(AdditiveCurvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
-        ratios = None if self.n_terms == 1 else weights / weights.mean()
-        return self._spectra(ratios)
+        blocks = self._decomposed(None if self.n_terms == 1 else weights / weights.mean())
+        key = weights.dtype, *map(id, blocks)
+        return self._recent(key, lambda: Spectra(blocks, weights.dtype, factored=True))
 
     @cached_property
-    def _unit_spectra(self) -> Spectra:
-        """Eigendecomposition of H itself, beside that of terms at the last weights."""
-        ones = self.parts.like.new_ones(self.n_terms)
-        with kept_for_later():
-            return self.spectra(ones) if self.n_terms == 1 else self._decomposed(ones)
+    def _recent(self) -> Recent[Spectra]:
+        return Recent()
 
     @keeps_last
-    def _spectra(self, weights: Tensor | None) -> Spectra:
-        return self._decomposed(weights)
+    def _unit_spectra(self, dtype: torch.dtype) -> Spectra:
+        """Eigendecomposition of H itself, beside that of terms at the last weights."""
+        ones = self.parts.like.new_ones(self.n_terms, dtype=dtype)
+        return self.spectra(ones) if self.n_terms == 1 else Spectra(self._blocks(ones), dtype, factored=True)
 
-    def _decomposed(self, weights: Tensor | None) -> Spectra:
+    @keeps_last
+    def _decomposed(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
+        return self._blocks(weights)
+
+    def _blocks(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
         sides = self._sides(weights)
-        blocks = tuple(self._spectrum(block, weights, sides) for block in self.parts.blocks)
-        return Spectra(blocks, self.parts.like.dtype, factored=True)
+        return tuple(self._spectrum(block, weights, sides) for block in self.parts.blocks)
 
     def _sides(self, weights: Tensor | None) -> dict[str, FactorEigen]:
         """The eigendecompositions of all sides but counts, by key; `weights` are those of the terms, None of one."""
@@ -562,14 +589,17 @@ class KronCurvature(AdditiveCurvature):
         return self.parts.kfacs()
 
     def public(self) -> DecomposedCurvature:
+        return self.shown(self.parts.like.dtype)
+
+    def shown(self, dtype: torch.dtype) -> DecomposedCurvature:
         from laplace.compat.kron import DecomposedCurvature  # legacy values are imported when read
 
         parts, like = self.parts, self.parts.like
         return DecomposedCurvature(
-            lambda: _public_factors(parts),
-            lambda: self._unit_spectra.factor_vectors,
-            lambda: _public_values(self._unit_spectra, like.new_ones(()), None),
-            like.new_zeros(len(parts.blocks)),
+            lambda: [[factor.to(dtype) for factor in block] for block in _public_factors(parts)],
+            lambda: self._unit_spectra(dtype).factor_vectors,
+            lambda: _public_values(self._unit_spectra(dtype), like.new_ones(()), None),
+            like.new_zeros(len(parts.blocks), dtype=dtype),
         )
 
     def state(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Rayleigh–Ritz step of algorithm 5.3), which reads the data several times and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import ProductSink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.blocks import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import subspace
 from laplace.structures.base import (
@@ -39,7 +39,7 @@ from laplace.structures.base import (
     require_finite,
     those_known,
 )
-from laplace.structures.cost import Cost
+from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.linalg import bilinear, power_slope
 from laplace.structures.precision import Form, Precision, VariancesOverPriors, one_by_one, require_positive
 
@@ -54,7 +54,10 @@ from laplace.structures.precision import Form, Precision, VariancesOverPriors, o
 
 
 _CANCELLING = 1e-3
-"""Share of a variance that rounding may take before it is computed in float64."""
+"""Share of a variance that rounding may take before it is computed in float64, and there without a difference."""
+
+_UNITS = 10
+"""Units of rounding of a difference of sums over many weights."""
 
 _RELATIVE = "eigenvalue relative to the prior's"
 
@@ -70,6 +73,11 @@ class Subspace:
     def is_diagonal(self) -> bool:
         """True if the basis consists of eigenvectors whatever the weights."""
         return len(self.cores) == 1
+
+    @property
+    def is_orthonormal(self) -> bool:
+        """True if the rows are orthonormal to the rounding of float64, and not of a narrower dtype that holds them."""
+        return self.basis.dtype == wide_dtype(self.basis.device)
 
     def core(self, weights: Tensor) -> Tensor:
         """Σ_e w_e M_e, `[r, r]`, with the graph of the weights."""
@@ -147,14 +155,21 @@ class LowRankPrecision(Precision):
         return self._thetas().log1p().sum()
 
     def quad(self, vectors: Tensor) -> Tensor:
-        inside = vectors @ self.subspace.basis.T
+        inside = vectors.to(self.subspace.basis) @ self.subspace.basis.T
         core = self.subspace.core(self.weights).to(inside)
-        return vectors.square() @ self.prior.diagonal() + ((inside @ core) * inside).sum(-1)
+        total = vectors.square() @ self.prior.diagonal() + ((inside @ core) * inside).sum(-1)
+        return total.to(vectors.dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of the posterior."""
+        return self.prior.precision.dtype
 
     @property
     def public(self) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """`((U [P, r], λ [r]), δ [P])` with P = U diag(λ) Uᵀ + diag(δ)."""
-        return self.subspace.eigenpairs(self.weights), self.prior.diagonal()
+        vectors, values = self.subspace.eigenpairs(self.weights)
+        return (vectors.to(self._dtype), values.to(self._dtype)), self.prior.diagonal()
 
     # Predictions.
 
@@ -162,7 +177,7 @@ class LowRankPrecision(Precision):
     def _solved(self) -> _Solved:
         """The inside of the subspace, with the graph that leads to weights and prior."""
         core, delta = self.subspace.core(self.weights), widened(self.prior.precision)
-        if self.prior.is_scalar:
+        if self.prior.is_scalar and self.subspace.is_orthonormal:
             inside = core / delta
             values, vectors = torch.linalg.eigh(core.detach())
             values, rotation = values / delta.detach(), vectors.T * delta.sqrt()
@@ -175,41 +190,38 @@ class LowRankPrecision(Precision):
 
     @cached_property
     def _deviations(self) -> Tensor:
-        """δ^(−1/2), `[P]`."""
-        return self.prior.diagonal().rsqrt().to(self.subspace.basis)
+        """δ^(−1/2), `[P]`, in the dtype of the basis."""
+        return self.prior.diagonal().to(self.subspace.basis).rsqrt()
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         if form == "joint":
             return self._joint(jacobian)
         solved, diagonal = self._solved, form == "diagonal"
-        inverse = self._deviations.square()
-        basis = self.subspace.basis
-        wanted = jacobian.summed_in(basis.dtype)
-        dtype = wide_dtype(basis.device) if self._cancels else wanted
-        variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
-        moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
+        wanted = jacobian.summed_in(self._dtype)
+        dtype = wide_dtype(self._deviations.device) if self._cancels else wanted
+        moments = _Moments.of(jacobian, self.subspace.basis, solved.rotation, self._deviations.to(dtype), diagonal)
         return (moments.reduced(solved.thetas) + solved.moved(moments.z, diagonal=diagonal)).to(wanted)
 
     @cached_property
     def _cancels(self) -> bool:
-        """True if rounding may take too large a share of a variance in the dtype of the basis."""
+        """True if rounding may take too large a share of a variance in the dtype of the posterior."""
         thetas = self._solved.thetas.detach()
-        return len(thetas) > 0 and is_true(thetas.max() * torch.finfo(self.subspace.basis.dtype).eps > _CANCELLING)
+        return len(thetas) > 0 and is_true(thetas.max() * torch.finfo(self._dtype).eps > _CANCELLING)
 
     def _joint(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
         rows = jacobian.dense().flatten(0, 1)
         inside = subspace.inner(rows, self.subspace.basis, self._deviations.square()) @ rotation.T
         total = row_gram(inside, 1 / (1 + thetas)) + self._solved.moved(inside, diagonal=False)
-        # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
-        for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
-            wide = widened(deviations)
-            outside = widened(part) * wide - inside @ rotation @ (widened(basis) * wide)
+        for outside in _outside(rows, inside, self.subspace.basis, rotation, self._deviations):
             total = total + outside @ outside.T
-        return total.to(jacobian.summed_in(self.subspace.basis.dtype))
+        return total.to(jacobian.summed_in(self._dtype))
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         """P⁻¹ and its root by D^(−1/2) (I + Z ((1 + θ)^exponent − 1) Zᵀ)."""
+        return self._power(vectors.to(self.subspace.basis), exponent).to(vectors.dtype)
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
         basis, deviations = self.subspace.basis, self._deviations
         if exponent == 1:
             core = self.subspace.core(self.weights).to(basis)
@@ -227,7 +239,7 @@ class LowRankPrecision(Precision):
         inverse = widened(self._deviations).square()
         share = subspace.quadratic_forms(self.subspace.basis, rotation.T @ rotation) * inverse  # Σ Z², at most 1
         inside = subspace.quadratic_forms(self.subspace.basis, self._solved.between(1 / (1 + thetas), -1))
-        return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
+        return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self._dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,38 +271,80 @@ class _Solved:
         return 0.0 if slope is None else bilinear(z, slope, diagonal=diagonal)
 
 
+def _outside(rows: Tensor, z: Tensor, basis: Tensor, rotation: Tensor, deviations: Tensor) -> Iterator[Tensor]:
+    """J D^(−1/2) (I − Z Zᵀ) of rows J `[n, P]`, some columns at a time, float64: before it is squared nothing cancels.
+
+    Args:
+        rows: J.
+        z: J D^(−1/2) Z, `[n, r]`.
+        basis: Qᵀ, `[r, P]`.
+        rotation: Wᵀ L⁻¹, of which Zᵀ = Wᵀ L⁻¹ Qᵀ D^(−1/2).
+        deviations: D^(−1/2), `[P]`.
+    """
+    for part, vectors, some in subspace.chunks(rows, basis, deviations.unsqueeze(0)):
+        wide = widened(some)
+        yield widened(part) * wide - z @ rotation @ (widened(vectors) * wide)
+
+
 @dataclass(frozen=True, eq=False)
 class _Moments:
-    """Variances under the prior, and the outputs' coordinates in the subspace."""
+    """What the prior leaves of variances outside of the subspace, and the outputs' coordinates in it."""
 
     prior: Tensor  # J D⁻¹ Jᵀ, `[B, C, C]`, or its diagonals `[B, C]`
     z: Tensor  # J D^(−1/2) Z, `[B, C, r]`
+    exact: Callable[[], Tensor]  # J D^(−1/2) (I − Z Zᵀ) squared, as `prior`: without a difference, and by dense rows
 
     @classmethod
-    def of(
-        cls, jacobian: Jacobian, basis: Tensor, rotation: Tensor, variances: tuple[Tensor, ...], *, diagonal: bool
-    ) -> _Moments:
-        """From the blocks of a Jacobian, in the dtype of the prior's variances `[p]` of every tensor."""
-        sizes = [block.size for block in jacobian.blocks]
-        blocks = [block.cast(part.dtype) for block, part in zip(jacobian.blocks, variances, strict=True)]
-        cast = Jacobian(tuple(blocks))
-        rows = basis.split(sizes, 1)
+    def of(cls, jacobian: Jacobian, basis: Tensor, rotation: Tensor, deviations: Tensor, diagonal: bool) -> _Moments:
+        """From the blocks of a Jacobian, in the dtype of the prior's deviations `[P]`."""
+        sizes, dtype = [block.size for block in jacobian.blocks], deviations.dtype
+        cast, rows, parts = jacobian.cast(dtype), basis.split(sizes, 1), deviations.square().split(sizes)
         prior = cast.sum_over_blocks(
-            lambda i, block: block.weighted_norms(variances[i]) if diagonal else block.weighted_gram(variances[i])
+            lambda i, block: block.weighted_norms(parts[i]) if diagonal else block.weighted_gram(parts[i])
         )
         if not len(basis):  # no curvature at all
-            return cls(prior, prior.new_zeros(jacobian.n_data, jacobian.n_cotangents, 0))
-        inside = cast.sum_over_blocks(lambda i, block: block.apply(rows[i].to(variances[i]) * variances[i]))
-        return cls(prior, inside.permute(1, 2, 0) @ rotation.T.to(inside))
+            return cls(prior, prior.new_zeros(jacobian.n_data, jacobian.n_cotangents, 0), lambda: prior)
+        inside = cast.sum_over_blocks(lambda i, block: block.apply(rows[i].to(dtype) * parts[i]))
+        z = inside.permute(1, 2, 0) @ rotation.T.to(inside)
+
+        def exact() -> Tensor:
+            squares: list[Tensor] = []
+            start = 0
+            for piece in jacobian.pieces():
+                own, start = z[start : start + len(piece)], start + len(piece)
+                outside = _outside(piece.flatten(0, 1), widened(own.flatten(0, 1)), basis, rotation, deviations)
+                parts = (part.unflatten(0, piece.shape[:2]) for part in outside)
+                squares.append(total(part.square().sum(2) if diagonal else part @ part.mT for part in parts))
+            return torch.cat(squares)
+
+        return cls(prior, z, exact)
+
+    def scaled(self, delta: Tensor) -> _Moments:
+        """Those of another scalar prior, from those of δ = 1."""
+        return _Moments(self.prior / delta, self.z / delta.sqrt(), lambda: self._exact / delta)
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self.exact()
 
     def reduced(self, thetas: Tensor) -> Tensor:
-        """Variances under P: what the data took off is z diag(θ / (1 + θ)) zᵀ."""
-        thetas = thetas.to(self.z)
-        if self.prior.ndim == 2:
-            squares = self.z.square()
-            least = (squares / (1 + thetas)).sum(2)  # where rounding would leave less than the subspace's own part
-            return torch.maximum(self.prior - (squares * (thetas / (1 + thetas))).sum(2), least)
-        return self.prior - (self.z * (thetas / (1 + thetas))) @ self.z.mT
+        """Variances under P: what is outside of the subspace, and z diag(1 / (1 + θ)) zᵀ."""
+        diagonal = self.prior.ndim == 2
+        left = 1 / (1 + thetas.to(self.z))
+        taken, inside = (
+            (self.z.square() * values).sum(2) if diagonal else (self.z * values) @ self.z.mT
+            for values in (torch.ones_like(left), left)
+        )
+        total = self.prior - taken + inside
+        return self._exact + inside if self._cancels(total) else total
+
+    def _cancels(self, total: Tensor) -> bool:
+        """True if of a variance in float64 rounding may be too large a share; of another dtype θ has told."""
+        if self.prior.dtype != wide_dtype(self.prior.device) or not self.z.shape[2]:
+            return False
+        pair = (self.prior.detach(), total.detach())
+        before, after = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in pair)
+        return is_true((after * _CANCELLING < _UNITS * torch.finfo(before.dtype).eps * before).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,17 +357,16 @@ class LowRankScan(VariancesOverPriors):
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         values, vectors = torch.linalg.eigh(self.subspace.core(self.weights))
-        ones = tuple(values.new_ones(block.size) for block in jacobian.blocks)
-        unit = _Moments.of(jacobian, self.subspace.basis, vectors.T, ones, diagonal=diagonal)
-        dtype = self.subspace.basis.dtype
+        ones = values.new_ones(self.subspace.basis.shape[1])
+        unit = _Moments.of(jacobian, self.subspace.basis, vectors.T, ones, diagonal)
+        dtype = self.weights.dtype
 
         def at(delta: Tensor) -> Tensor:
             delta = widened(delta)
             thetas = values / delta
             if self.signed:
                 require_positive(1 + thetas, _RELATIVE)
-            moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
-            variances = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
+            variances = unit.scaled(delta).reduced(thetas if self.signed else thetas.clamp(min=0))
             return variances.to(dtype if diagonal else jacobian.summed_in(dtype))
 
         return one_by_one(at)
@@ -368,6 +421,9 @@ class LowRankOptions(SignedOptions):
 class LowRankCurvature(Curvature):
     """Dominant eigenpairs of the unit curvature: H_e = Q M_e Qᵀ with one orthonormal basis Q for all terms.
 
+    The basis is of float64, in which the products were formed; of products in the network's own dtype, by its graph or
+    by another package, it is of that.
+
     A sum of two fits (other data, shards) is the sum of what they kept, cut to the larger rank that was asked for; what
     either had cut off before is lost. `residual` says what that may amount to.
     """
@@ -382,6 +438,7 @@ class LowRankCurvature(Curvature):
     holds_every_input = False
     options = LowRankOptions
     n_passes = 2
+    is_wide = True
 
     @property
     def n_terms(self) -> int:
@@ -426,7 +483,7 @@ class LowRankCurvature(Curvature):
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         rank = _FIRST_RANK if options.is_share else int(options.rank)
         width = min(profile.n_params, rank + options.oversampling)
-        row = profile.n_params * profile.itemsize
+        row = profile.n_params * DOUBLE
         blocks = (1 + profile.n_terms) * width * row  # the basis and its products
         fitted = profile.n_terms * min(rank, width) * row
         return Cost(
@@ -532,6 +589,7 @@ class _Reading(DataPass):
         self.trace = trace  # Of every term, `[E]`, where an earlier reading measured it
         self.measures_trace = options.is_share and trace is None
         self.products: Tensor | None = None
+        self.is_rounded = False  # Whether some of the products are of the network's own dtype
 
     @classmethod
     def starting(
@@ -545,10 +603,10 @@ class _Reading(DataPass):
     ) -> _Reading:
         """From random directions beside the known ones `[E, l, P]`; a block as wide as the space is the space."""
         n_params = engine.problem.layout.n_params
-        dtype = torch.promote_types(engine.problem.dtype, torch.float32)
-        like = torch.zeros((), dtype=dtype, device=engine.problem.device)
+        device = engine.problem.device
+        like = torch.zeros((), dtype=wide_dtype(device), device=device)
         if width >= n_params:
-            basis = torch.eye(n_params, dtype=dtype, device=like.device).unsqueeze(0)
+            basis = torch.eye(n_params, dtype=like.dtype, device=device).unsqueeze(0)
             return cls(engine, options, generator, basis, 0, trace)
         already = 0 if known is None else known.shape[1]
         basis = standard_normal((1, width - already, n_params), like, generator)
@@ -563,7 +621,7 @@ class _Reading(DataPass):
             self._add_trace(x, y)
         sink = ProductSink(self.basis, self.products)
         summary = self.engine.accumulate(x, y, sink)
-        self.products = sink.products
+        self.products, self.is_rounded = sink.products, self.is_rounded or sink.is_rounded
         require_finite(self.products.sum().isfinite())
         return summary
 
@@ -585,6 +643,7 @@ class _Reading(DataPass):
             "trace": self.trace,
             "measures_trace": self.measures_trace,
             "products": self.products,
+            "is_rounded": self.is_rounded,
             "generator": self.generator.get_state(),
         }
 
@@ -592,6 +651,7 @@ class _Reading(DataPass):
         self.generator.set_state(state["generator"].cpu())
         later = _Reading(self.engine, self.options, self.generator, state["basis"], state["left"], state["trace"])
         later.measures_trace, later.products = state["measures_trace"], state["products"]
+        later.is_rounded = state.get("is_rounded", False)
         return later
 
     def make_room(self, form: Any) -> None:
@@ -604,6 +664,8 @@ class _Reading(DataPass):
             raise InvalidData("no batch was read.")
         basis, products = self.basis, self.products
         del self.basis, self.products  # the next reading holds its own
+        if self.left == 0 and self.is_rounded:
+            basis, products = basis.to(self.engine.dtype), products.to(self.engine.dtype)
         if self.left > 0:
             del basis
             for rows in products:

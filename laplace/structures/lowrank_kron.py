@@ -38,7 +38,7 @@ from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch,
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink, KronSink, PairOfSinks
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
-from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, total
+from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, chunks, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
 from laplace.structures import kronecker_eigenvectors, linalg
@@ -135,8 +135,11 @@ class Part:
     rest: Tensor  # D, `[p]`
 
     @classmethod
-    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype) -> Part:
-        """From columns and the exact diagonal `[p]` of the weighted terms, in float64."""
+    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype, summed: torch.dtype) -> Part:
+        """S and D in a dtype, from columns and the exact diagonal `[p]` of the weighted terms in float64.
+
+        `summed` is the dtype in which the diagonal was summed, to whose rounding D is known.
+        """
         diagonal = diagonal.clamp(min=0)
         if not len(columns):
             return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
@@ -147,7 +150,7 @@ class Part:
         ratio = torch.where(positive, diagonal, 1.0) / torch.where(positive, lowrank, 1.0)
         scaling = torch.where(exceeds & ~positive, 0.0, ratio.sqrt())
         rest = torch.where(exceeds, 0.0, diagonal - lowrank)
-        rest = torch.where(rest > _ROUNDING * torch.finfo(dtype).eps * diagonal, rest, 0.0)
+        rest = torch.where(rest > _ROUNDING * torch.finfo(summed).eps * diagonal, rest, 0.0)
         return cls(columns, values, scaling.to(dtype), rest.to(dtype))
 
     @property
@@ -244,7 +247,10 @@ def _cholesky(inside: Tensor) -> Tensor:
 
 
 _CANCELLING = 1e-3
-"""Share of a variance that rounding may take before it is computed in float64."""
+"""Share of a variance that rounding may take before it is computed in float64, and there without a difference."""
+
+_UNITS = 10
+"""Units of rounding of a difference of sums over many weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +271,7 @@ class _Solved:
         """J P⁻¹ Jᵀ in one of the forms, computed in `dtype`.
 
         The second term takes away what the first one has: True, 0-dim, is returned too where too little is left for
-        `dtype`, and None where nothing is taken away, or `dtype` is the widest.
+        `dtype`, and None where nothing is taken away, or `dtype` is the widest, in which squares can take its place.
         """
         first = weighted(block, self.inverse.to(dtype), form, wide=False)
         if not len(self.roots):
@@ -276,12 +282,33 @@ class _Solved:
         else:
             z = z.unflatten(1, (block.n_data, -1))
             rest = first - (z.square().sum(0) if form == "diagonal" else torch.einsum("kbc,kbd->bcd", z, z))
-        return rest, None if dtype == wide_dtype(first.device) else self._cancels(first, rest)
+        if dtype != wide_dtype(first.device):
+            return rest, self._cancels(first, rest, form, 1)
+        return self._squares(block, z, form) if is_true(self._cancels(first, rest, form, _UNITS)) else rest, None
 
-    def _cancels(self, first: Tensor, rest: Tensor) -> Tensor:
+    def _cancels(self, first: Tensor, rest: Tensor, form: Form, units: int) -> Tensor:
         pair = (first.detach(), rest.detach())
-        before, after = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in pair)
-        return (after * _CANCELLING < torch.finfo(rest.dtype).eps * before).any()
+        before, after = (t if form == "diagonal" else t.diagonal(dim1=-2, dim2=-1) for t in pair)
+        return (after * _CANCELLING < units * torch.finfo(rest.dtype).eps * before).any()
+
+    def _squares(self, block: Block, z: Tensor, form: Form) -> Tensor:
+        """The same as sums of squares, φᵀ P⁻¹ φ = |B^(−½) φ − W y|² + |y|² with W = B^(−½) V and y = K⁻¹ Wᵀ B^(−½) φ.
+
+        By dense rows φ; z = R⁻¹ Wᵀ B^(−½) φ, for K = R Rᵀ, of all of them.
+        """
+        some = list(chunks(block.n_data, block.n_cotangents * block.size))
+        if form != "joint" and len(some) > 1:
+            z = z.unflatten(1, (block.n_data, -1)) if z.ndim == 2 else z
+            return torch.cat([self._squares(block.at(data), z[:, data], form) for data in some])
+        y = torch.linalg.solve_triangular(self.factor.mT, z.flatten(1), upper=True).T  # [B · C, K], data major
+        deviations = self.inverse.sqrt()
+        rows = widened(block.by_output()) * deviations
+        outside = rows - self.part.columns.combined(y * self.roots) * (widened(self.part.scaling) * deviations)
+        every = torch.cat([outside, y], 1)
+        if form == "joint":
+            return every @ every.T
+        every = every.unflatten(0, (block.n_data, -1))
+        return every.square().sum(2) if form == "diagonal" else every @ every.mT
 
     def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
         """J B⁻¹ V, `[K, B, C]`."""
@@ -549,6 +576,7 @@ class LowRankKronCurvature(Curvature):
     options = LowRankKronOptions
     separation = LowRankKronSeparation()
     n_passes = 2
+    is_wide = True
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
@@ -605,35 +633,36 @@ class LowRankKronCurvature(Curvature):
         corrected = None if self.corrected is None else tuple(factor * table for table in self.corrected)
         return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors, corrected=corrected)
 
+    def shown(self, dtype: torch.dtype) -> LowRankKronCurvature:
+        return self
+
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
         if options.get("damping"):
             raise InvalidArgument(
                 "damping=True with hessian_structure='lowrank_kron': a low-rank part and a diagonal are no product of "
                 "two factors that could be dampened; use damping=False, or hessian_structure='kron'."
             )
-        rest = self._rest if self.n_terms == 1 and not self.diagonal.requires_grad else None
+        rest = self._rest(weights.dtype) if self.n_terms == 1 and not self.diagonal.requires_grad else None
         return LowRankKronPrecision(self.parts(weights), weights, prior, rest)
 
-    @cached_property
-    def _rest(self) -> Pairs:
-        """D of all tensors, of which no terms are weighted."""
-        return Pairs(self._rests, tuple(block.size for block in self.blocks))
+    @keeps_last
+    def _rest(self, dtype: torch.dtype) -> Pairs:
+        """D of all tensors, of which no terms are weighted, in the dtype of a posterior."""
+        return Pairs(partial(self._rests, dtype), tuple(block.size for block in self.blocks))
 
-    def _rests(self) -> Tensor:
-        return torch.cat([part.rest for part in self.parts(self.diagonal.new_ones(1))])
+    def _rests(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([part.rest for part in self.parts(self.diagonal.new_ones(1, dtype=dtype))])
 
     def parts(self, weights: Tensor) -> tuple[Part, ...]:
         """S, U, Λ and D of every tensor, for weights with a mean of 1: once per fit, unless terms are weighted."""
-        ratios = torch.ones_like(self.diagonal[:, 0]) if self.n_terms == 1 else weights / weights.mean()
-        return self._parts(ratios)
+        return self._parts(torch.ones_like(weights) if self.n_terms == 1 else weights / weights.mean())
 
     @keeps_last
     def _parts(self, weights: Tensor) -> tuple[Part, ...]:
         sizes = [block.size for block in self.blocks]
         diagonals = (widened(weights) @ widened(self.diagonal)).split(sizes)
-        dtype = self.diagonal.dtype
         return tuple(
-            Part.of(columns, diagonal, weights, dtype)
+            Part.of(columns, diagonal, weights, weights.dtype, self.diagonal.dtype)
             for columns, diagonal in zip(self.columns, diagonals, strict=True)
         )
 
@@ -707,7 +736,8 @@ class _Reading(DataPass):
         self.products: KronParts | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        sides, exact = KronSink(self.probe), DiagSink()
+        # D is what the diagonal leaves of the low rank: both are known to the rounding of float64.
+        sides, exact = KronSink(self.probe), DiagSink(dtype=wide_dtype(self.engine.problem.device))
         summary = self.engine.accumulate(x, y, PairOfSinks(sides, exact) if self.ranges is None else sides)
         sketch = KronSketch(sides.result(), exact.values if self.ranges is None else None)
         require_finite(nested.is_finite(sketch))

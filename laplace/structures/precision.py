@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import widened
+from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
@@ -183,23 +184,39 @@ def one_by_one(at: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 class SpectralScan(VariancesOverPriors):
     """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once."""
 
-    project: Callable[[Jacobian], Jacobian]  # The Jacobian in the eigenbasis
+    project: Callable[[Jacobian, torch.dtype], Jacobian]  # The Jacobian in the eigenbasis, which has this dtype
     # Eigenvalues of P per block at a scalar δ `[1]`, without gradient
     precisions: Callable[[Tensor], tuple[Tensor, ...]]
+    largest: Tensor | None = None  # The largest s λ, 0-dim; None without a rotation
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        projected = self.project(jacobian)
+        project = cache(partial(self._projected, jacobian))
 
         def at(precisions: Tensor) -> Tensor:
+            dtype = self._dtype(precisions)
             values = [self.precisions(precision) for precision in precisions.split(1)]
-            inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
+            inverses = [1 / torch.stack(block).to(dtype) for block in zip(*values, strict=True)]
             if jacobian.wide and not diagonal:
                 inverses = [widened(inverse) for inverse in inverses]
+            projected = project(dtype)
             if diagonal:
-                return projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
-            return projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))
+                total = projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
+            else:
+                total = projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))
+            return total.to(precisions.dtype if diagonal else jacobian.summed_in(precisions.dtype))
 
         return at
+
+    def _projected(self, jacobian: Jacobian, dtype: torch.dtype) -> Jacobian:
+        needs_cast = self.largest is not None and dtype == wide_dtype(self.largest.device)
+        return self.project(jacobian.cast(dtype) if needs_cast else jacobian, dtype)
+
+    def _dtype(self, precisions: Tensor) -> torch.dtype:
+        """The type in which the smallest of some priors lets outputs be rotated."""
+        if self.largest is None:
+            return precisions.dtype
+        smallest, largest = float(precisions.min()), float(self.largest)
+        return root_dtype(precisions.dtype, largest + smallest, smallest, self.largest.device, EIGENBASIS_ERROR)
 
 
 @dataclass(frozen=True)

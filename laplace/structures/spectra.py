@@ -117,6 +117,11 @@ class BlockSpectrum:
         """P."""
         return self.values.numel()
 
+    @property
+    def is_rotated(self) -> bool:
+        """True if the eigenbasis is not the identity."""
+        return not (self.left is self.right is self.basis is None)
+
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
         """The bases in the dtype of Jacobians."""
         left, right = (None if side is None else side.to(dtype) for side in (self.left, self.right))
@@ -205,6 +210,12 @@ class Spectra:
 
     def __getitem__(self, i: int) -> BlockSpectrum:
         return self.blocks[i]
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest eigenvalue, 0-dim, at least 0; of what is rotated at all."""
+        values = [block.values.detach().amax() for block in self.blocks if block.is_rotated and block.size]
+        return torch.stack(values).amax().clamp(min=0) if values else self.blocks[0].values.new_zeros(())
 
     def regrouped(self, jacobian: Jacobian) -> Jacobian:
         """A Jacobian with one block for each block of the curvature."""

@@ -176,6 +176,7 @@ class OuterEngine(NativeEngine):
             linear, inner = Linearised(self.problem, capture), self._output_product(f, targets)
             step = self.per_call(capture, sink.vectors.shape[1])
             vectors, total = sink.prepared(self._n_terms(f))
+            sink.is_rounded = True
             for term, (rows, sums) in enumerate(zip(vectors, total, strict=True)):
 
                 def product(part: slice, rows: Tensor = rows, term: int = term) -> list[Tensor | None]:
@@ -363,6 +364,7 @@ class HessianEngine(NativeEngine):
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
             step = self.per_call(capture, sink.vectors.shape[1])
             vectors, total = sink.prepared(len(losses))
+            sink.is_rounded = True
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
                 product = HessianProduct(self.problem, capture, loss)
                 self._require_symmetric(product)
