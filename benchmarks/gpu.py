@@ -79,13 +79,15 @@ def compare(case: str, dtype: torch.dtype, device: str) -> Difference:
     """Runs a case on both."""
     from tests.other_device import cases
 
-    torch.set_num_threads(1)
+    run, default = (cases.CASES | cases.CARD_CASES)[case], torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    torch.backends.cudnn.allow_tf32 = False  # cuDNN's default, of 10 bits, is no float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = (cases.CASES | cases.CARD_CASES)[case]
-        found, expected = (cases.outcome(run, place) for place in (device, "cpu"))
+    try:
+        # cuDNN's default, TF32, has 10 bits and is no float32.
+        with warnings.catch_warnings(), torch.backends.cudnn.flags(allow_tf32=False):
+            warnings.simplefilter("ignore")
+            found, expected = (cases.outcome(run, place) for place in (device, "cpu"))
+    finally:
+        torch.set_default_dtype(default)
     error, largest = "", 0.0
     if isinstance(found, str) or isinstance(expected, str):
         error = " beside ".join(one if isinstance(one, str) else "numbers" for one in (found, expected))
@@ -117,7 +119,7 @@ def equality(device: str, quick: bool, processes: int) -> list[Difference]:
 
     names = list(cases.CASES | cases.CARD_CASES)[:: 8 if quick else 1]
     jobs = [(name, dtype, device) for dtype in TOLERANCE for name in names]
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         return list(pool.map(compare, *zip(*jobs, strict=True), chunksize=4))
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import cost_table, models
+from benchmarks import cost_table, gpu, gpu_page, models
 from benchmarks.peer import growth, run, summary
 from benchmarks.peer.protocol import Begin, Failed
 from benchmarks.peer.side import ROOT, Side
@@ -227,3 +229,31 @@ def test_summary_says_what_the_table_says(tmp_path: Path) -> None:
 def test_summary_refuses_other_tables() -> None:
     with pytest.raises(ValueError, match="another form"):
         summary.Summary.read(f"{summary.HEADING}\n```text\nheader\na line\n```")
+
+
+def test_the_command_of_a_gpu_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of each kind, with its page."""
+    cpu = torch.device("cpu")
+    (line,) = [line for line in gpu.LINES if line.name == "MLP 64-256-256-10, last layer, kron"]
+    measured = gpu.measure(line, cpu, quick=True)
+    assert not measured.error
+    assert {"forward", "R", "fit per batch", "probit", "mc", "calibrate"} <= set(measured.ms)
+    assert 0 < measured.operations["probit"] < 100
+    case = gpu.compare("mixture", torch.float64, "cpu")
+    assert case.equal and case.largest == 0
+    found = {"machine": gpu.machine(cpu), "equality": [asdict(case) | {"equal": True}], "speed": [asdict(measured)]}
+    page = gpu_page.rewritten(f"# A\n\n{gpu_page.HEADING}\n\nold\n\n## B\n", found)
+    assert page.startswith("# A\n\n## On a GPU\n\nNo card") and page.endswith("|\n\n## B\n")
+    assert "old" not in page and line.name in page and "1 of 1 cases" in page
+
+
+def test_a_difference_is_found() -> None:
+    expected = torch.tensor([2.0, -4.0])
+    assert gpu.relative(expected + torch.tensor([0.0, 0.4]), expected) == pytest.approx(0.1)
+    assert gpu.relative(torch.tensor([2.0, torch.nan]), expected) == float("inf")
+    assert gpu.relative(expected[:1], expected) == float("inf")
+
+
+def test_the_page_has_the_figures_that_are_stored() -> None:
+    text = gpu_page.PAGE.read_text()
+    assert text == gpu_page.rewritten(text, json.loads(gpu_page.RESULTS.read_text()))
