@@ -350,14 +350,22 @@ def of_probabilities(
         raise InvalidData(f"y of shape {list(getattr(y, 'shape', []))}; integer labels [N] of {len(probs)} inputs.")
     counts = y != metrics.IGNORE_INDEX
     probs, y, network = probs[counts], y[counts], None if network is None else network[counts]
+    for rows, name in ((probs, "probs"), (network, "network")):
+        if rows is not None:
+            _require_sums(rows, name)
     comparison = metrics.compare_probabilities(
         probs if network is None else network, probs, y, names=(second if network is None else first, second),
         generator=source,
     )  # fmt: skip
     if classes is not None and len(classes) != probs.shape[1]:
         raise InvalidArgument(f"classes= has {len(classes)} names for {probs.shape[1]} classes.")
+    if classes is not None:
+        classes = [_printable(str(name)) for name in classes]
+        _require_distinct("classes=", classes)
     models = _models(probs, network, first, second)
     strange = _strange(ood, network is not None, probs.shape[1])
+    for rows in strange:
+        _require_sums(rows, "ood")
     verdicts = [_verdict_of_classes(model, y, source) for model in models]
     rows = _class_rows(probs.detach(), y, classes)
     flagged = tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))  # Bonferroni's correction
@@ -641,6 +649,34 @@ def _require_rows(probs: Tensor, name: str) -> None:
         raise InvalidData(f"{name} of shape {shape}; class probabilities [N, C] of at least two classes are accepted.")
 
 
+def _require_sums(probs: Tensor, name: str) -> None:
+    """Refuses rows that are no probabilities: logits, say, or sigmoids of them."""
+    values = probs.detach().double()
+    tolerance = max(_SUM, 4 * torch.finfo(probs.dtype).eps)
+    wrong = ~(((values.sum(1) - 1).abs() <= tolerance) & (values >= -tolerance).all(1))  # so is NaN
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise InvalidData(
+            f"{name}: row {row} is no distribution over the classes, its sum is {values[row].sum().item():.4g}, its "
+            f"smallest entry {values[row].min().item():.3g}; give probabilities that add up to 1, by softmax(1)."
+        )
+
+
+_SUM = 1e-3
+"""Distance from 1 of a sum of probabilities that is rounding, as in a file with three decimals."""
+
+
+def _require_distinct(what: str, names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidArgument(f"{what} has {', '.join(map(repr, twice[:3]))} more than once; names must be distinct.")
+
+
+def _printable(name: str) -> str:
+    """A name without codes that a terminal would carry out."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+
+
 def _models(probs: Tensor, network: Tensor | None, first: str, second: str) -> tuple[Predictions, ...]:
     models = (Predictions(second, (probs,)),)
     return models if network is None else (*models, Predictions(first, (network,)))
@@ -703,9 +739,10 @@ def _read(path: str) -> tuple[list[str], Tensor]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             head, *rows = [row for row in csv.reader(file) if row]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InvalidData(f"{path}: {error or 'the file is empty'}") from error
-    names = [name.strip() for name in head]
+    names = [_printable(name.strip()) for name in head]
+    _require_distinct(f"{path}: the head", names)
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
             raise InvalidData(f"{path}: row {number} has {len(row)} values for {len(names)} columns.")
@@ -722,7 +759,10 @@ _MOMENTS = ("mean", "std")
 def _of_file(path: str, ood: str | None, name: str) -> Report:
     names, values = _read(path)
     strange_names, strange = (None, None) if ood is None else _read(ood)
-    label = next((column for column in names if column.lower() in _Y), None)
+    labels = [column for column in names if column.lower() in _Y]
+    if len(labels) > 1:
+        raise InvalidData(f"{path}: {' and '.join(map(repr, labels))} both name the labels; leave one of them.")
+    label = labels[0] if labels else None
     if label is None or len(values) == 0:
         raise InvalidData(
             f"{path}: rows of numbers under a head are needed, with a column {' or '.join(map(repr, _Y[:2]))} beside "

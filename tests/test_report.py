@@ -274,3 +274,32 @@ def test_reports_of_other_likelihoods_are_refused() -> None:
     la.fit([(x, y)])
     with pytest.raises(UnsupportedError, match="compare"):
         la.report([(x + 1, y)])
+
+
+def test_rows_that_are_no_probabilities_are_refused(tmp_path: Path) -> None:
+    """Sigmoids and logits of a softmax network, and what has digits missing; rows without a label may be anything."""
+    probs, y = classes("calibrated", 200)
+    for rows in (probs.logit().sigmoid() * 1.1, probs.log(), probs * probs.isfinite().logical_not() + torch.nan):
+        with pytest.raises(InvalidData, match=r"row 0 is no distribution over the classes"):
+            report.of_probabilities(rows, y)
+    with pytest.raises(InvalidData, match="network: row 7 is no"):
+        report.of_probabilities(probs, y, network=probs.index_add(0, torch.tensor([7]), probs[:1]))
+    with pytest.raises(InvalidData, match="ood: row 0 is no"):
+        report.of_probabilities(probs, y, ood=2 * probs)
+    unlabelled = torch.cat([probs, torch.zeros(1, 5)]), torch.cat([y, torch.tensor([-100])])
+    assert str(report.of_probabilities(*unlabelled)) == str(report.of_probabilities(probs, y))
+    report.of_probabilities(probs.to(torch.bfloat16), y)
+    report.of_probabilities((probs * 1e4).round() / 1e4, y)
+
+
+def test_columns_are_distinct_and_printable(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    heads = {"a,a,label": "'a' more than once", "a,b,y,label": "both name the labels", f"a,{'b' * 200_000},y": "field"}
+    for head, message in heads.items():
+        path.write_text(f"{head}\n0.5,0.5,0,0\n"[: -3 if head.count(",") == 2 else None] + "\n")
+        with pytest.raises((InvalidData, InvalidArgument), match=message):
+            report._of_file(str(path), None, "model")
+    path.write_text("\x1b[31ma,b,label\n" + "0.5,0.5,0\n0.1,0.9,1\n" * 20)
+    assert "\x1b" not in str(report._of_file(str(path), None, "model"))
+    with pytest.raises(InvalidArgument, match="more than once"):
+        report.of_probabilities(*classes("calibrated"), classes=["a", "a", "b", "c", "d"])
