@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from laplace.core.cached import cached_property
+from laplace.core.checks import require
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Precision
 from laplace.structures.fit import Fit
@@ -117,3 +118,20 @@ class Evidence:
         if isinstance(slack, Tensor):
             lost = lost + slack
         return self.log_likelihood.add(lost, alpha=-0.5).to(self.prior.precision.dtype)
+
+
+def finite_evidence(value: Tensor) -> Tensor:
+    """A log evidence, if it is finite.
+
+    Raises:
+        CurvatureError: It is not: some term of it is beyond the range of its dtype.
+    """
+    require(
+        value.isfinite(),
+        lambda: CurvatureError(
+            f"the log evidence is {value.item():g}: one of its terms is beyond the range of {value.dtype}, by a prior "
+            "precision, a prior mean, a noise or outputs that are far out, or by a curvature that is not positive. "
+            "Standardise inputs and targets, give hyper-parameters of their size, or take a network in float64."
+        ),
+    )
+    return value

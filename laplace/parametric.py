@@ -38,7 +38,7 @@ from laplace.errors import (
     ReadOnlyError,
     UnsupportedError,
 )
-from laplace.evidence import Evidence
+from laplace.evidence import Evidence, finite_evidence
 from laplace.fitting.fit import FitOptions, fit, forget, infer_channels, plan
 from laplace.fitting.planning import FitPlan
 from laplace.likelihoods import get_likelihood
@@ -454,9 +454,9 @@ class BaseLaplace(CheckedConstructor, ABC):
         self._posterior.refuse_calibrated("log_marginal_likelihood")
         evidence = self.evidence()
         if not is_overridden(self, *overrides.EVIDENCE):
-            return evidence.log_marginal_likelihood
+            return finite_evidence(evidence.log_marginal_likelihood)
         value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + evidence.precision.slack())
-        return value.to(self._posterior.hypers.dtype)
+        return finite_evidence(value.to(self._posterior.hypers.dtype))
 
     @checked
     def marglik(self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core import nested
 from laplace.core.cached import cached_property
-from laplace.core.checks import require
+from laplace.core.checks import all_finite, require
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError
 
@@ -83,8 +84,20 @@ class OutputHessian:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OutputHessian:
         """That of a state."""
-        diag, softmax = state["diag"], state["sums_to_zero"]
-        return cls(diag, diag if softmax else state["vec"], state["dense"], softmax, state.get("weights"))
+        softmax = state["sums_to_zero"]
+        return nested.from_state(cls, {**state, "vec": state["diag" if softmax else "vec"]})
+
+    def require_rows(self) -> None:
+        """Refuses parts from a state that are of different numbers of data or outputs.
+
+        Raises:
+            StateError: They are.
+        """
+        rows, columns = (*self.diag.shape, 0, 0)[:2]
+        sizes = {"diag": (rows, columns), "vec": (rows, columns), "dense": (rows, columns, columns), "weights": (rows,)}
+        for name, shape in sizes.items():
+            if getattr(self, name) is not None:
+                nested.require_sizes(f"the part {name!r} of an output Hessian", getattr(self, name), *shape)
 
     def scaled(self, weights: Tensor | None) -> OutputHessian:
         """w_b Λ_b, for weights `[B]` that are at least 0; None for ones."""
@@ -251,6 +264,13 @@ def columns_of(n_outputs: int, *, sums_to_zero: bool) -> int:
 
 def _spectral_root(dense: Tensor) -> Tensor:
     """Eigenvectors times roots of eigenvalues, `[C, B, C]`, of a positive semi-definite `[B, C, C]`."""
+    require(
+        all_finite([dense]),
+        lambda: CurvatureError(
+            "the Hessian of the negative log likelihood is NaN or infinite: the network's outputs are far out; look at "
+            "the inputs and at the network's weights."
+        ),
+    )
     values, vectors = torch.linalg.eigh(widened(dense))
     tolerance = 100 * dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(1, keepdim=True)
     require(

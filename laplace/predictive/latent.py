@@ -81,7 +81,7 @@ def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> G
                 raise group_left_over(group_size, samples.shape[1] % n_rows)
             rows = centred.unflatten(1, (-1, n_rows)).flatten(2)
             covariance = torch.einsum("sbc,sbd->bcd", rows, rows) / (len(samples) - 1)
-    return Gaussian(mean, covariance, drawn.positions, drawn.outputs)
+    return _checked(Gaussian(mean, covariance, drawn.positions, drawn.outputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,10 +242,11 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
 
 def _checked(gaussian: Gaussian) -> Gaussian:
     require(
-        checks.are_finite(gaussian.mean) & checks.are_numbers(gaussian.variance),
+        checks.are_finite(gaussian.mean) & checks.are_finite(gaussian.variance),
         lambda: InvalidData(
             f"the network's outputs or their variances are NaN or infinite{checks.where_not_finite(gaussian.mean)}; "
-            "look at the inputs and at the network's weights."
+            "look at the inputs and at the network's weights. Where those are right the variances are beyond the range "
+            "of the dtype: raise prior_precision, or take a network in float64."
         ),
     )
     return gaussian

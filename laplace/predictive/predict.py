@@ -122,7 +122,7 @@ class Predictor:
         rows = self._predicted(x, kind, self._for_network(options), lambda: options.generator, model_kwargs)
         prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
-            return prediction.mean, prediction.variance
+            return _finite(prediction.mean), _finite(prediction.variance)
         if not likelihood.latent_prediction or (options.fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -386,6 +386,18 @@ def noise_like(squares: Tensor, former: Tensor) -> Tensor:
     """Noises `[C]` of the size of the residuals, whose mean squares these are; the former where those have no size."""
     sizes = squares.sqrt()
     return torch.where((sizes > 0) & sizes.isfinite(), sizes.to(former), former)
+
+
+def _finite(moments: Tensor) -> Tensor:
+    """Means or variances of y, if they are finite: an inverse link may take outputs beyond the range of their dtype."""
+    checks.require(
+        moments.isfinite(),
+        lambda: InvalidData(
+            "means or variances of the targets are NaN or infinite; look at the inputs. Where those are right the "
+            "outputs, or their variances, are beyond the range of the dtype: raise prior_precision."
+        ),
+    )
+    return moments
 
 
 # What users' classes predict at given inputs.
