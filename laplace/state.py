@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,10 +18,11 @@ from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.features import FeatureStatistics
-from laplace.posterior.manual_fit import with_parts, without_data
-from laplace.posterior.posterior import Fitted, Posterior, Refinement
-from laplace.structures.base import Curvature, move
+from laplace.posterior.manual_fit import checked_tensor, with_parts, with_root, without_data
+from laplace.posterior.posterior import REFINEMENTS, Fitted, Posterior, Refinement
+from laplace.structures.base import Curvature, SignedOptions, move
 from laplace.structures.fit import Fit
+from laplace.structures.kron import checked_damping
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
@@ -29,11 +31,49 @@ if TYPE_CHECKING:
 VERSION = 1
 """Version of the format of state dicts."""
 
-_REQUIRED = (
-    "version", "cls_name", "likelihood", "mean", "H", "loss", "n_data", "n_outputs", "prior_precision", "prior_mean",
-    "sigma_noise", "temperature", "enable_backprop", "dict_key_x", "dict_key_y", "layout", "weights", "model_sums",
-    "precision_options", "curvature_kind", "coverage",
-)  # fmt: skip
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Entries of a state that are read, with their kinds; those without a default are in every state."""
+
+    version: int
+    cls_name: str
+    likelihood: str
+    mean: Tensor
+    H: Any
+    loss: Tensor
+    n_data: float
+    n_outputs: int
+    prior_precision: Tensor
+    prior_mean: Tensor
+    sigma_noise: Tensor
+    temperature: Tensor
+    enable_backprop: bool
+    dict_key_x: str
+    dict_key_y: str
+    layout: dict[str, list[Any]]
+    weights: dict[str, Any]
+    model_sums: Tensor
+    precision_options: dict[str, Any]
+    curvature_kind: str
+    coverage: dict[str, str]
+    shapes: dict[str, list[int]] | None = None
+    attributes: dict[str, str] | None = None
+    channel_dim: int | None = -1
+    draws: Tensor | None = None
+    is_weighed: bool = False
+    refinement: dict[str, Any] | None = None
+    assigned_mean: Tensor | None = None
+    posterior_scale: Tensor | None = None
+    calibration: dict[str, Any] | None = None
+    by_evidence: dict[str, Tensor] | None = None
+    features: dict[str, Any] | None = None
+
+
+_REQUIRED = tuple(entry.name for entry in fields(State) if entry.default is MISSING)
+
+_INPUTS = frozenset({"x", "locations"})
+"""Entries of a curvature's state that hold inputs as users gave them, in which a network may read infinities."""
 
 
 def save(la: BaseLaplace) -> dict[str, Any]:
@@ -106,20 +146,26 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
     if isinstance(state, dict) and "cls_name" in state and not _OURS & state.keys():
         return _loaded_from_laplace_torch(la, state)
     try:
-        problem = _checked(la, state)
+        stored = _stored(state)
+        problem = _checked(la, stored)
         _warn_of_changes(la, state, "temperature", "enable_backprop", "precision_options")
         posterior = la.snapshot().uncalibrated().with_problem(problem)
-        structure, to = posterior.choices.structure, posterior.hypers.device
-        H = structure.from_state(move(state["H"], to, None)) if make is None else make(problem, state["H"])
-        return _of_state(posterior, state, H)
+        if make is not None:
+            return _of_state(posterior, stored, make(problem, stored.H))
+        curvature = _curvature(posterior, stored.H, problem)
+        if curvature.n_terms not in (1, stored.n_outputs):
+            raise StateError(f"H has {curvature.n_terms} terms; it must have one, or one for each output.")
+        if curvature.is_diagonal and stored.curvature_kind != "hessian" and nested.least(stored.H) < 0:
+            raise StateError("H has negative entries, which no sum of squares has; it was changed or damaged.")
+        return _of_state(posterior, stored, curvature)
     except BaseException as error:
         if isinstance(error, LaplaceError | Warning) or not isinstance(error, Exception) or ran_out(error):
             raise
         raise StateError(f"the state is malformed: {error!r}; save it anew from the posterior.") from error
 
 
-def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
-    """The problem that a state is of, if it is one of this object."""
+def _stored(state: Any) -> State:
+    """A state whose entries are all there, and of their kinds."""
     if not isinstance(state, dict):
         raise StateError(
             f"the state is of type {type(state).__name__}; give what la.state_dict() returned: of a file "
@@ -132,57 +178,141 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
             f"the state lacks {missing[:3]}{more}; it is truncated, or no state of this library: that of a network "
             "goes into model.load_state_dict."
         )
-    _expect("version", state["version"], VERSION)
-    _expect("class", state["cls_name"], type(la).__name__)
-    _expect("likelihood", state["likelihood"], la.likelihood_object.name)
-    _expect("kind of curvature", state["curvature_kind"], la.backend_cls.kind)
+    return nested.from_state(State, state)
+
+
+def _checked(la: BaseLaplace, state: State) -> Problem:
+    """The problem that a state is of, if it is one of this object."""
+    _expect("version", state.version, VERSION)
+    _expect("class", state.cls_name, type(la).__name__)
+    _expect("likelihood", state.likelihood, la.likelihood_object.name)
+    _expect("kind of curvature", state.curvature_kind, la.backend_cls.kind)
     if la.channels_known:
-        _expect("channel_dim", state.get("channel_dim", -1), la.channel_dim)
+        _expect("channel_dim", state.channel_dim, la.channel_dim)
     for key, value in la.weights.state().items():
-        if value is not None and not _same(value, state["weights"].get(key)):
+        if value is not None and not _same(value, state.weights.get(key)):
             raise StateError(f"the state has another {key} than this object; construct it with that of the state.")
-    name = state["weights"].get("last_layer_name")
+    name = state.weights.get("last_layer_name")
     problem = la.weights.problem if name is None else la.weights.named(name)
     if problem is None:
         raise StateError("the state names no last layer.")
-    _expect("random parameters", tuple(state["layout"]["names"]), problem.layout.names)
-    _expect("sizes of the random parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
-    _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
-    shapes = _shapes(state["H"])
-    if state.get("shapes", shapes) != shapes:
+    _expect("random parameters", tuple(state.layout["names"]), problem.layout.names)
+    _expect("sizes of the random parameters", tuple(state.layout["sizes"]), problem.layout.sizes)
+    nested.require_sizes("the mean", state.mean, problem.layout.n_params)
+    shapes = _shapes(state.H)
+    if state.shapes not in (None, shapes):
         raise StateError("the state is truncated or malformed: H has other shapes or entries than what was saved.")
-    if not same_sums(state["model_sums"], checksums(la.weights.model)):
+    if not same_sums(state.model_sums, checksums(la.weights.model)):
         raise StateError(
             "the state was saved for other weights of the model; load the weights at which the posterior was fitted "
             "into the model first."
         )
+    difference = _distance(problem, state.mean)
+    if difference:
+        raise StateError(
+            f"the state's mean lies up to {difference:.3g} away from the network's weights, at which it was saved; it "
+            "was changed or damaged since."
+        )
     return problem
 
 
-def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature) -> Posterior:
+def _curvature(posterior: Posterior, state: Any, problem: Problem) -> Curvature:
+    """The curvature of a state, whose numbers are finite, of the random weights."""
+    for name, tensor in nested.named_tensors(_without_inputs(state)):
+        if not bool(nested.is_finite(tensor.detach())):
+            raise StateError(f"H.{name} of the state holds NaN or infinite numbers; it was changed or damaged.")
+    curvature = posterior.choices.structure.from_state(move(state, posterior.hypers.device, None))
+    curvature.require_of(problem.layout, posterior.hypers.dtype)
+    return curvature
+
+
+def _without_inputs(state: Any) -> Any:
+    """A curvature's state without what was given to the network."""
+    if isinstance(state, dict):
+        return {key: _without_inputs(part) for key, part in state.items() if key not in _INPUTS}
+    return [_without_inputs(part) for part in state] if isinstance(state, list | tuple) else state
+
+
+def _of_state(posterior: Posterior, state: State, curvature: Curvature) -> Posterior:
     """The posterior of a checked state."""
-    if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
-        posterior = posterior.with_channels(state["channel_dim"])
-    to, structure = posterior.hypers.device, posterior.choices.structure
-    loss, draws, weighed = state["loss"].to(to), state.get("draws"), bool(state.get("is_weighed", False))
-    fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws, weighed)
-    keys = {key: state[key] for key in ("dict_key_x", "dict_key_y")}
-    posterior = posterior.with_choices(precision_options=dict(state["precision_options"]), **keys)
-    # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.
-    names = ("sigma_noise", "temperature", "prior_precision", "prior_mean")
-    posterior = posterior.assigned(**{n: state[n] if state[n].ndim else state[n].item() for n in names})
-    refined = state.get("refinement")
-    refinement = None if refined is None else Refinement.from_state(refined, fit, structure, to)
-    fingerprint = Fingerprint.of(posterior.model, attributes=state.get("attributes"))
-    own = {name: move(state.get(name), to, None) for name in ("assigned_mean", "posterior_scale")}
-    chosen, features = state.get("by_evidence"), state.get("features")
+    _require_numbers(state)
+    if posterior.choices.channel_dim is None and state.channel_dim not in (None, -1):
+        posterior = posterior.with_channels(state.channel_dim)
+    options = _checked_options(state.precision_options)
+    keys = {"dict_key_x": state.dict_key_x, "dict_key_y": state.dict_key_y}
+    posterior = posterior.with_choices(precision_options=options, **keys).assigned(**_as_given(vars(state)))
+    like, n_params = posterior.hypers.prior_mean.detach(), posterior.problem.layout.n_params
+    loss, chosen, features = state.loss.to(like.device), state.by_evidence, state.features
+    coverage, draws, own = dict(state.coverage), state.draws, state.assigned_mean
+    fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed)
+    if chosen is not None:  # as they are, which users could have given
+        posterior.assigned(**_as_given(chosen))
     data = Fitted(
-        fit, state["mean"].to(to), ModelWatch(fingerprint), refinement, own["assigned_mean"],
-        by_evidence=None if chosen is None else Hyperparameters.from_state(chosen, to),
-        features=None if features is None else FeatureStatistics.from_state(features, to),
+        fit, state.mean.to(like), ModelWatch(Fingerprint.of(posterior.model, attributes=state.attributes)),
+        refinement=None if state.refinement is None else _refinement(posterior, state.refinement, fit),
+        assigned_mean=None if own is None else checked_tensor("assigned_mean", own, posterior, (n_params,)),
+        by_evidence=None if chosen is None else Hyperparameters.from_state(chosen, like.device),
+        features=None if features is None else FeatureStatistics.from_state(features, like.device),
     )  # fmt: skip
-    calibration = None if state.get("calibration") is None else Calibration.from_state(state["calibration"], to)
-    return replace(posterior, data=data, root=own["posterior_scale"], calibration=calibration)
+    posterior = replace(posterior, data=data)
+    if state.posterior_scale is not None:
+        posterior = with_root(posterior, state.posterior_scale)
+    if state.calibration is None:
+        return posterior
+    posterior.assigned(**_as_given(state.calibration["before"]))
+    calibration = Calibration.from_state(state.calibration, like.device)
+    for noise in (calibration.sigma_noise, calibration.network_noise):
+        posterior.assigned(prior_precision=calibration.prior_precision, sigma_noise=noise)
+    if not (0 <= calibration.scale < math.inf and calibration.n_data >= 0):
+        raise StateError(f"the calibration has the scale {calibration.scale} on {calibration.n_data} data.")
+    repr(calibration)  # which reads its table
+    return replace(posterior, calibration=calibration)
+
+
+def _refinement(posterior: Posterior, state: dict[str, Any], fit: Fit) -> Refinement:
+    """The refinement of a state."""
+    curvature = _curvature(posterior, state["H"], posterior.problem)
+    found = Refinement.from_state(state, fit, curvature, posterior.hypers.device)
+    nested.require_sizes(
+        "the refined mean", found.mean, posterior.problem.layout.n_params, dtype=posterior.hypers.dtype
+    )
+    nested.require_sizes("the loss of the refined mean", found.fit.loss_terms, len(fit.loss_terms))
+    _expect("terms of the refined H", curvature.n_terms, fit.curvature.n_terms)
+    if not (found.is_finite and found.method in REFINEMENTS):
+        raise StateError(f"the state's refinement by {found.method!r} holds numbers that are not finite, or no method.")
+    return found
+
+
+def _require_numbers(state: State) -> None:
+    """Refuses a loss and numbers of data that no fit has."""
+    nested.require_sizes("the loss", state.loss, None)
+    if len(state.loss) not in (1, state.n_outputs) or not bool(nested.is_finite(state.loss.detach())):
+        raise StateError(
+            f"the state's loss is {state.loss.tolist()[:8]}; it must be finite, one number or one per output."
+        )
+    if not (0 <= state.n_data < math.inf and state.n_outputs >= 0):
+        raise StateError(f"the state is of {state.n_data!r} data with {state.n_outputs} outputs; it was changed.")
+    if state.sigma_noise.numel() not in (1, state.n_outputs):
+        raise StateError(f"sigma_noise has {state.sigma_noise.numel()} entries, the state {state.n_outputs} outputs.")
+    if state.draws is not None:
+        source = torch.Generator()
+        if state.draws.dtype != torch.uint8 or state.draws.ndim != 1:
+            raise StateError("the state's draws are no state of a torch.Generator.")
+        if len(state.draws) == len(source.get_state()):  # of another device they are shorter
+            source.set_state(state.draws.cpu())
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a structure's precision, of which those of the library have values that it knows."""
+    checks = {"damping": checked_damping, "indefinite": SignedOptions}
+    for name in checks.keys() & options.keys():
+        checks[name](options[name])
+    return dict(nested.from_state(dict[str, Any], options))
+
+
+def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters of a state as users give them: a 0-dim tensor is a number, which would come back as `[1]`."""
+    return {n: values[n] if values[n].ndim else values[n].item() for n in _HYPER_PARAMETERS}
 
 
 def _warn_of_changes(la: BaseLaplace, state: Mapping[str, Any], *names: str) -> None:
@@ -368,19 +498,27 @@ def _legacy_problem(la: BaseLaplace, state: Mapping[str, Any]) -> Problem:
 
 
 def _check_legacy_mean(problem: Problem, mean: Tensor) -> None:
-    """Requires the values of the network's weights, to the rounding of the coarser dtype."""
-    weights = problem.mean().detach()
-    if mean.shape != weights.shape:
-        _refuse(f"saved this state of {mean.numel()} parameters, this object has {weights.numel()}")
-    dtypes = {mean.dtype, *(problem.tensor(slot.name).dtype for slot in problem.slots)}
-    rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
-    values = mean.to(weights)
-    if not torch.allclose(values, weights, rtol=4 * rounding, atol=torch.finfo(weights.dtype).tiny):
-        largest = (values - weights).abs().max().item()
+    """Requires the values of the network's weights."""
+    n_params = problem.layout.n_params
+    if tuple(mean.shape) != (n_params,):
+        _refuse(f"saved this state of {mean.numel()} parameters, this object has {n_params}")
+    largest = _distance(problem, mean)
+    if largest:
         _refuse(
             f"saved this state at other weights of the network, up to {largest:.3g} away from those that it has; load "
             "the weights at which it was fitted into the model first"
         )
+
+
+def _distance(problem: Problem, mean: Tensor) -> float:
+    """Largest distance of a mean from the network's weights; 0 up to the rounding of the coarser dtype."""
+    weights = problem.mean().detach()
+    dtypes = {mean.dtype, *(problem.tensor(slot.name).dtype for slot in problem.slots)}
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
+    values = mean.detach().to(weights)
+    if torch.allclose(values, weights, rtol=4 * rounding, atol=torch.finfo(weights.dtype).tiny):
+        return 0.0
+    return (values - weights).abs().max().item()
 
 
 def _of_legacy_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:

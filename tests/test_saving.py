@@ -6,7 +6,9 @@ import json
 import math
 import os
 import pickle
+import signal
 import sys
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,7 +28,15 @@ from laplace import KronLaplace, Laplace, MixtureLaplace, OnlineLaplace, VaLLA
 from laplace.core import nested
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.enums import FeatureReduction, Likelihood
-from laplace.errors import InvalidCall, InvalidType, MissingDependency, NotFittedError, StateError, UnsupportedError
+from laplace.errors import (
+    InvalidArgument,
+    InvalidCall,
+    InvalidType,
+    MissingDependency,
+    NotFittedError,
+    StateError,
+    UnsupportedError,
+)
 from laplace.function_space import FAMILIES
 from laplace.likelihoods import LIKELIHOODS, Categorical
 from laplace.structures import STRUCTURES, DiagCurvature
@@ -364,7 +374,7 @@ def test_a_failed_write_leaves_the_former_file(fault: str, path: Path, monkeypat
         raise OSError("disk full")
 
     place = {
-        "serialising": "safetensors.torch.save_file",
+        "serialising": "safetensors.torch.save",
         "replacing": "pathlib.Path.replace",
         "synchronising": "os.fsync",
     }
@@ -377,6 +387,76 @@ def test_a_failed_write_leaves_the_former_file(fault: str, path: Path, monkeypat
     assert laplace.load(str(path), grid.network()).prior_precision.item() == 3
     with pytest.raises(FileNotFoundError):
         la.save(path.parent / "missing" / "file")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_a_file_keeps_its_mode_and_a_link_its_target(path: Path) -> None:
+    la, link = grid.fitted("all", "diag"), path.with_name("link")
+    former = os.umask(0o027)
+    try:
+        la.save(path)
+    finally:
+        os.umask(former)
+    assert path.stat().st_mode & 0o777 == 0o640
+    path.chmod(0o664)
+    link.symlink_to(path)
+    la.prior_precision = 3.0
+    la.save(link)
+    assert path.stat().st_mode & 0o777 == 0o664 and link.is_symlink()
+    assert laplace.load(path, grid.network()).prior_precision.item() == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and devices")
+def test_what_is_no_file_is_refused(path: Path) -> None:
+    """And not replaced by one; nor waited for."""
+    la, pipe = grid.fitted("all", "diag"), path.with_name("pipe")
+    os.mkfifo(pipe)
+    for place in (pipe, path.parent, Path("/dev/null")):
+        with pytest.raises(InvalidArgument, match=f"'{place}' is a"):
+            la.save(place)
+    for place in (pipe, Path("/dev/zero")):
+        with pytest.raises(InvalidArgument, match="is a pipe, a device"):
+            laplace.load(place, la.weights.model)
+    for wrong in (3, None):
+        for act in (lambda place: la.save(place), lambda place: laplace.load(place, la.weights.model)):
+            with pytest.raises(InvalidType, match="give the path of a file"):
+                act(wrong)
+            with pytest.raises(InvalidArgument, match="NUL"):
+                act("a\0b")
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name")
+def test_a_process_that_is_killed_leaves_the_former_file_alone(path: Path) -> None:
+    la = grid.fitted("all", "full")
+    la.save(path)
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            while True:
+                la.save(path)
+        time.sleep(0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert len(os.listdir(path.parent)) == 1
+        assert_same(la, laplace.load(path, grid.network()))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mapped into memory ends it; bytes that were read stay."""
+    la, read, cut = grid.fitted("all", "kron"), Path.read_bytes, list[Path]()
+    la.save(path)
+
+    def then_cut(self: Path) -> bytes:
+        whole = read(self)
+        os.truncate(self, 100)
+        cut.append(self)
+        return whole
+
+    monkeypatch.setattr(Path, "read_bytes", then_cut)
+    assert_same(la, laplace.load(path, grid.network()))
+    assert cut == [path]
+    with pytest.raises(StateError, match="no posterior that could be loaded"):
+        laplace.load(path, grid.network())
 
 
 # Refusals to load.

@@ -181,7 +181,7 @@ REFUSED = {
     "empty": (dict, {}, "truncated"),
     "no dict": (lambda: None, {}, "of type NoneType; give what la.state_dict"),
     "malformed": (lambda: of(grid.fitted("all", "kron"), H={"values": torch.zeros(3)}), {}, "malformed"),
-    "short mean": (lambda: of(grid.fitted("all", "kron"), mean=torch.zeros(5)), {}, "length of the mean"),
+    "short mean": (lambda: of(grid.fitted("all", "kron"), mean=torch.zeros(5)), {}, "the mean is torch.float32 .5."),
     "bad prior": (lambda: of(grid.fitted("all", "kron"), prior_precision=-torch.ones(1)), {}, "positive"),
     "architecture": (lambda: grid.fitted("all", "kron").state_dict(), {"model": other_architecture}, "sizes"),
     "model": (lambda: grid.fitted("all", "kron").state_dict(), {"model": other_weights}, "other weights"),

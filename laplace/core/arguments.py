@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
     """A copy of a real scalar or of a tensor of at most one dimension, like `like`, with the caller's graph."""
     if isinstance(value, Tensor):
+        if value.is_complex() or value.layout is not torch.strided:
+            raise InvalidArgument(f"{name} must be real; a tensor of {value.dtype}, {value.layout} was given.")
         if value.ndim > 1 or value.numel() == 0:
             shape = tuple(value.shape)
             raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {shape} was given.")

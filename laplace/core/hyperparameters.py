@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 
@@ -59,7 +60,7 @@ class Hyperparameters:
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], device: torch.device) -> Hyperparameters:
         """The hyper-parameters of a state, on a device."""
-        return cls(**{name: value.to(device) for name, value in state.items()})
+        return nested.from_state(cls, nested.move(dict(state), device, None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,17 +8,21 @@ in it names a class or a function that would be looked up.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 from zipfile import is_zipfile
 
@@ -28,7 +32,7 @@ from torch import Tensor
 from laplace.core.checks import all_finite
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import held_dtype
-from laplace.errors import InvalidType, MissingDependency, StateError
+from laplace.errors import InvalidArgument, InvalidType, MissingDependency, StateError
 
 # Values by their parts: fields of a dataclass, items of a mapping or of a sequence.
 
@@ -59,6 +63,11 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def is_finite(value: Any) -> Tensor:
     """True, 0-dim, if every number in a value's tensors is finite."""
     return all_finite(tensor for _, tensor in named_tensors(value))
+
+
+def least(value: Any) -> float:
+    """The smallest number in a value's tensors; 0 without any."""
+    return min((tensor.detach().min().item() for _, tensor in named_tensors(value) if tensor.numel()), default=0.0)
 
 
 def mapped(
@@ -108,41 +117,130 @@ def state_of(value: Any) -> Any:
     return parts if is_dataclass(value) or isinstance(value, Mapping) else value
 
 
-def from_state(kind: Any, state: Any) -> Any:
+def from_state(kind: Any, state: Any, name: str = "") -> Any:
     """The object that `state_of` was given.
 
     Args:
         kind: Its type, as annotations say it: a dataclass, an `Enum`, a slice, or `tuple[X, ...]`, `dict[str, X]` and
-            `X | None` of what `state_of` takes.
+            `X | None` of what `state_of` takes. What an annotation says in other words is taken as it is.
         state: What `state_of` gave.
+        name: Where the state is, for messages.
+
+    Raises:
+        StateError: Something of the state is of another kind than its annotation says; the message names it.
     """
-    hints, container, part = _annotation(kind)
-    if hints is not None:
+    if isinstance(kind, type) and is_dataclass(kind):
+        if isinstance(state, kind):  # a part that was made already
+            return state
+        parts = _require(isinstance(state, Mapping), name, state, f"the fields of a {kind.__name__}")
         # Fields that are added to a structure later have defaults, for states that were saved before.
-        return kind(**{name: from_state(hint, state[name]) for name, hint in hints.items() if name in state})
-    if state is None:
-        return None
-    if part is None:
-        return slice(*state) if kind is slice else kind[state] if _is_enum(kind) else state
-    if container is tuple:
-        return tuple(from_state(part, item) for item in state)
+        hints = _hints(kind).items()
+        return kind(
+            **{field: from_state(hint, parts[field], f"{name}.{field}") for field, hint in hints if field in parts}
+        )
+    container, parts = get_origin(kind), get_args(kind)
+    if container in (Union, UnionType):
+        if state is None and NoneType in parts:
+            return None
+        return _one_of([part for part in parts if part is not NoneType], state, name)
+    if container in (tuple, list):
+        items = _require(isinstance(state, list | tuple), name, state, "a list")
+        kinds = parts if container is tuple and Ellipsis not in parts else parts[:1] * len(items)
+        _require(len(items) == len(kinds), name, state, f"a list of {len(kinds)}")
+        return container(
+            from_state(kind, item, f"{name}.{i}") for i, (kind, item) in enumerate(zip(kinds, items, strict=True))
+        )
     if container in (dict, Mapping):
-        return {key: from_state(part, item) for key, item in state.items()}
-    return from_state(part, state)
+        items = _require(isinstance(state, Mapping), name, state, "a dict").items()
+        return {from_state(parts[0], key, name): from_state(parts[1], item, f"{name}.{key}") for key, item in items}
+    if kind is slice:
+        return slice(*_require(isinstance(state, list | tuple) and len(state) == 3, name, state, "a list of three"))
+    members = _members(kind)
+    if members is not None:
+        return members[_require(isinstance(state, str) and state in members, name, state, " or ".join(members))]
+    return _require(_is_a(kind, state), name, state, f"of type {getattr(kind, '__name__', kind)}")
 
 
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum) and not issubclass(kind, str)  # those are strings
+def _one_of(kinds: Sequence[Any], state: Any, name: str) -> Any:
+    """The object of a state by the first of some annotations that it fits."""
+    first, *others = kinds
+    if not others:
+        return from_state(first, state, name)
+    try:
+        return from_state(first, state, name)
+    except StateError:
+        return _one_of(others, state, name)
+
+
+def _require(holds: bool, name: str, state: Any, expected: str) -> Any:
+    """The state, if it is what was expected."""
+    if not holds:
+        given = repr(state)[:80] if isinstance(state, str | int | float | None) else f"a {type(state).__name__}"
+        raise StateError(f"{name.lstrip('.') or 'the state'} is {given}; it must be {expected}.")
+    return state
+
+
+def _is_a(kind: Any, state: Any) -> bool:
+    """Whether a value is of a plain type: True and False are no numbers, but every integer is a real one."""
+    if kind in (int, float):
+        return isinstance(state, Integral if kind is int else Real) and not isinstance(state, bool)
+    return kind is Any or not isinstance(kind, type) or isinstance(state, kind)
+
+
+def _members(kind: Any) -> Mapping[str, Any] | None:
+    """Members of an enum by name; None of others, and of those that are strings."""
+    is_enum = isinstance(kind, type) and issubclass(kind, Enum) and not issubclass(kind, str)
+    return kind.__members__ if is_enum else None
 
 
 @cache
-def _annotation(kind: Any) -> tuple[dict[str, Any] | None, Any, Any]:
-    """Field types of a dataclass; otherwise the container type and its element type, where annotated."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return {field.name: hints[field.name] for field in fields(kind)}, None, None
-    container, parts = get_origin(kind), [part for part in get_args(kind) if part is not type(None)]
-    return None, container, parts[1 if container in (dict, Mapping) else 0] if parts else None
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of the fields that a dataclass is made of."""
+    hints = get_type_hints(kind)
+    own = {field.name: (hints[field.name], field.default) for field in fields(kind) if field.init}
+    return {name: hint | None if default is None else hint for name, (hint, default) in own.items()}
+
+
+def require_sizes(name: str, tensor: Any, *sizes: int | None, dtype: torch.dtype | None = None) -> None:
+    """Requires of a part of a state that it is a dense tensor of real numbers and these sizes; None for any.
+
+    Raises:
+        StateError: It is not.
+    """
+    is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.dtype in _SUMMED
+    fits = is_dense and tensor.ndim == len(sizes) and dtype in (None, tensor.dtype)
+    if not fits or any(m not in (None, n) for m, n in zip(sizes, tensor.shape, strict=True)):
+        given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise StateError(f"{name} is {given}; it must be a dense tensor of {dtype or 'float32 or float64'} [{wanted}].")
+
+
+def are_indices(tensor: Tensor, first: int, stop: int) -> bool:
+    """True if the entries of a tensor in a state are integers of a range."""
+    return tensor.dtype == torch.int64 and bool(((tensor >= first) & (tensor < stop)).all())
+
+
+def require_unit(name: str, vectors: Tensor, dim: int) -> None:
+    """Requires of vectors in a state that they have the length 1.
+
+    Args:
+        name: What they are.
+        vectors: On any device.
+        dim: Dimension in which their entries are.
+
+    Raises:
+        StateError: They have not.
+    """
+    if not bool(((vectors.norm(dim=dim) - 1).abs() < _UNIT).all()):
+        raise StateError(f"{name} are no unit vectors; they were changed or damaged.")
+
+
+_UNIT = 1e-3
+"""Rounding of the length of an eigenvector in single precision, at most."""
+
+
+_SUMMED = (torch.float32, torch.float64)
+"""Dtypes of sums over data."""
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
@@ -153,7 +251,7 @@ def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> 
     if isinstance(state, Tensor):
         if not state.is_floating_point():
             return state.to(device=device)
-        return state.to(device=device, dtype=held_dtype(dtype or state.dtype, device or state.device))
+        return state.detach().to(device=device, dtype=held_dtype(dtype or state.dtype, device or state.device))
     if isinstance(state, dict):
         return {key: move(value, device, dtype) for key, value in state.items()}
     return [move(value, device, dtype) for value in state] if isinstance(state, list) else state
@@ -218,12 +316,33 @@ _INSTALL = "needs safetensors: pip install 'laplace-bayes[integrations]' or pip 
 
 
 @contextmanager
-def replaced(path: Path, new: Path) -> Iterator[Path]:
-    """A file beside another one, whose place it takes at the end of a block; after an error the former one is there."""
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is written in a block, and takes the place of another one at its end.
+
+    After an error the former one is there, and so is it after a kill, with nothing beside it where the system has files
+    without a name. It keeps mode and, where that is allowed, owner of the former one; a link stays, its target changes.
+
+    Raises:
+        InvalidArgument: There is something else than a regular file.
+    """
+    path = Path(os.path.realpath(path))
+    former = _regular(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    new = path.with_name(f"{path.name}.{uuid4().hex}.new")
+    unnamed = _unnamed_file(path.parent)
     try:
-        yield new
-        with new.open("rb+") as file:
+        with new.open("xb") if unnamed is None else os.fdopen(unnamed, "wb") as file:
+            yield file
+            file.flush()
+            if former is not None and os.name == "posix":
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), former.st_uid, former.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(former.st_mode))
             os.fsync(file.fileno())
+            if unnamed is not None:
+                # With a descriptor of a folder, which it does not read, the link that /proc has is followed.
+                os.link(f"{_DESCRIPTORS}/{file.fileno()}", new, src_dir_fd=file.fileno())
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -236,33 +355,73 @@ def replaced(path: Path, new: Path) -> Iterator[Path]:
             os.close(folder)
 
 
+_DESCRIPTORS = "/proc/self/fd"
+"""Where Linux has the files that a process holds open, by their numbers."""
+
+
+def _unnamed_file(folder: Path) -> int | None:
+    """Descriptor of a file without a name, which is gone with the process; None where the system has none."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir(_DESCRIPTORS):
+        return None
+    try:
+        return os.open(folder, flag | os.O_RDWR, 0o666)
+    except OSError:  # of file systems that have none; of others the file with a name raises it
+        return None
+
+
+def _regular(path: Path) -> os.stat_result | None:
+    """What the system says of a regular file; None if there is none.
+
+    Raises:
+        InvalidArgument: It is a folder, a pipe or a device, or no name of a file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InvalidArgument(f"{str(path)!r} is no name of a file: {error}.") from error
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or a socket"
+        raise InvalidArgument(f"{str(path)!r} is {what}; give the path of a file.")
+    return found
+
+
+def as_path(path: Any) -> Path:
+    """A path as users give it.
+
+    Raises:
+        InvalidType: It is none.
+        InvalidArgument: No file has such a name.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidType(f"path is a {type(path).__name__}; give the path of a file, a str or a pathlib.Path.")
+    if "\0" in os.fsdecode(path):
+        raise InvalidArgument(f"path={os.fsdecode(path)!r} holds a character NUL, which no name of a file has.")
+    return Path(os.fsdecode(path))
+
+
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a value; the file is whole, or the former one."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError as error:
         raise MissingDependency(f"la.save {_INSTALL} torch.save(la.state_dict(), path).") from error
+    path = as_path(path)
     tensors: dict[str, Tensor] = {}
     text = json.dumps(encoded(value, "", tensors), allow_nan=False)
     tensors = _apart(tensors)
-    path = Path(path)
-    with replaced(path, path.with_name(f"{path.name}.{uuid4().hex}.new")) as new:
-        new.touch()  # Python says it better than safetensors if the folder is not there, or not to be written to
-        try:
-            save_file(tensors, new, _metadata(text, tensors))
-        except SafetensorError as error:
-            raise StateError(
-                f"{str(path)!r} could not be written: {error}; the former file, if any, is kept."
-            ) from error
+    with replaced(path) as file:
+        file.write(save(tensors, _metadata(text, tensors)))
 
 
 def read(path: str | os.PathLike[str]) -> Any:
     """The value that was written, with tensors on the CPU that are copies of what is in the file."""
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir():
         raise StateError(f"{str(path)!r} is a folder; laplace.checkpoint.load(la, path) reads what is in one.")
-    if is_zipfile(path):
+    if _regular(path) is not None and is_zipfile(path):
         raise StateError(
             f"{str(path)!r} holds no posterior that could be loaded: torch.save wrote it, and this reads files of "
             "la.save; a state of la.state_dict() goes into la.load_state_dict(torch.load(path, weights_only=True))."
@@ -283,15 +442,20 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def _contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a file."""
+    """Metadata and tensors of a file, which is read as a whole: one that is mapped may be cut off meanwhile."""
     try:
-        from safetensors import safe_open
+        from safetensors.torch import load
     except ImportError as error:
         raise MissingDependency(f"laplace.load {_INSTALL} la.load_state_dict(torch.load(path)).") from error
-    with safe_open(path, "pt") as file:
-        # Without the copy a tensor is the file itself, and changes with it.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
-        return file.metadata() or {}, tensors
+    whole = path.read_bytes()
+    parts = load(whole)  # which has looked at the header
+    tensors = {name: parts.pop(name).clone() for name in list(parts)}  # as PyTorch aligns them
+    size = int.from_bytes(whole[:_LENGTH], "little")
+    return json.loads(whole[_LENGTH : _LENGTH + size]).get("__metadata__", {}), tensors
+
+
+_LENGTH = 8
+"""Bytes at the beginning of a file of safetensors that say how long its header is, which is JSON."""
 
 
 def _metadata(text: str, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -317,7 +481,7 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case complex():
             return {"$complex": [encoded(part, name, tensors) for part in (value.real, value.imag)]}
-        case Tensor():
+        case Tensor() if value.layout is torch.strided:
             return _named(value, name, tensors)
         case list():
             return [encoded(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -330,7 +494,8 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
                 "$dict": [encoded([key, item], f"{name}.{i}", tensors) for i, (key, item) in enumerate(value.items())]
             }
         case _:
-            raise InvalidType(f"{name} is of type {type(value).__name__}, which cannot be written without a pickle.")
+            given = f"a tensor of {value.layout}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise InvalidType(f"{name} is {given}, which cannot be written without a pickle.")
 
 
 def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

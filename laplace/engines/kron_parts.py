@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.cached import cached_property
 from laplace.core.gram import group_gram
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import InvalidData
+from laplace.errors import InvalidData, StateError
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ ASSIGNED = "assigned "
 
 UNUSED = "unused"
 """Kind of a block that no sample has used yet."""
+
+KINDS = frozenset({"kron", "dense", "diag", UNUSED})
+"""Kinds of blocks."""
 
 Probe = Callable[[str, int, int], Tensor]
 """Maps key, number of groups G and width n of a side to the matrix that it is multiplied with, `[G, n, w]`."""
@@ -237,6 +242,37 @@ class KronParts:
             result.append([inputs, output] if block.input_first else [output, inputs])
         return result
 
+    def require_of(self, layout: Layout) -> None:
+        """Refuses sums from a state that do not fit their blocks, or blocks that are not of these tensors.
+
+        Raises:
+            StateError: They do not; the message names the tensor.
+        """
+        require_blocks(self.blocks, layout)
+        every = self.every
+        for block, name in zip(self.blocks, layout.names, strict=True):
+            missing = [key for key in block.reads if key not in every]
+            if missing:
+                raise StateError(f"the block of {name!r} reads the Kronecker factors {missing}, which H lacks.")
+            if block.kind != "kron":
+                square = (block.size,) * (2 if block.kind == "dense" else 1)
+                nested.require_sizes(f"the block of {name!r}", every[block.output], None, *square)
+                continue
+            block.require_positions(self.factors, name)
+            block.require_entries(math.prod(self.shape(block)), name)
+
+    def shape(self, block: KronBlock) -> tuple[int, int, int]:
+        """Groups, and widths of the left and the right side, of a block from a state with factors.
+
+        Raises:
+            StateError: A factor is no matrix.
+        """
+        every = self.every
+        groups, n_output = _side_of(every[block.output], block.output)
+        own, n_input = (1, 1) if block.input is None else _side_of(every[block.input], block.input)
+        left, right = (n_input, n_output) if block.input_first else (n_output, n_input)
+        return max(groups, own), left, right
+
     def shared(self, share: float, dtype: torch.dtype) -> list[list[Tensor]]:
         """Factors per tensor with input sides that are multiplied by a share of the data."""
         return [
@@ -259,6 +295,33 @@ class KronBlock:
     input_first: bool = False
     index: Tensor | None = None  # Random entries within the Kronecker product where they are not rows × columns
 
+    def require_positions(self, factors: Mapping[str, Tensor], name: str) -> None:
+        """Refuses a number of positions from a state that is no number, or is missing beside an input side.
+
+        Raises:
+            StateError: It is.
+        """
+        if self.input is not None or self.positions is not None:
+            count = factors.get(self.positions or "")
+            nested.require_sizes(f"the number of positions of {name!r}", count)
+            if count is None or not count >= 0:
+                raise StateError(f"the number of positions of {name!r} is negative; it was changed or damaged.")
+
+    def require_entries(self, n_product: int, name: str) -> None:
+        """Refuses the block of a tensor that has other entries than a product of sides with so many.
+
+        Raises:
+            StateError: It has.
+        """
+        if self.index is None:
+            fits = self.size == n_product
+        else:
+            fits = tuple(self.index.shape) == (self.size,) and nested.are_indices(self.index, 0, n_product)
+        if not fits:
+            raise StateError(
+                f"the Kronecker factors of {name!r} have {n_product} entries; its block has other {self.size}."
+            )
+
     @property
     def reads(self) -> tuple[str, ...]:
         """Keys of the factors that the block reads."""
@@ -274,6 +337,33 @@ class KronSketch:
     # as they are; nothing of tensors without factors
     parts: KronParts
     diagonal: Tensor | None  # The exact diagonal of the curvature, `[E, P]`, or None where it was not asked for
+
+
+def require_blocks(blocks: Sequence[KronBlock], layout: Layout) -> None:
+    """Refuses blocks from a state that are not of these tensors.
+
+    Raises:
+        StateError: Their number, sizes or kinds are others.
+    """
+    sizes = tuple(block.size for block in blocks)
+    if sizes != layout.sizes:
+        raise StateError(f"H has blocks of {list(sizes)} entries; the random tensors have {list(layout.sizes)}.")
+    unknown = {block.kind for block in blocks} - KINDS
+    if unknown:
+        raise StateError(f"H has blocks of the kinds {sorted(unknown)}; known are {sorted(KINDS)}.")
+
+
+def _side_of(side: Factor, name: str) -> tuple[int, int]:
+    """Numbers of groups and of entries of one side: of matrices `[…, G, n, n]`, thin ones, or counts `[V]`."""
+    if isinstance(side, ThinFactor):
+        nested.require_sizes(name, side.vectors, *(1,) * (side.ndim - 3), None, None, None)
+        nested.require_sizes(name, side.values, *side.vectors.shape[:-2], side.rank)
+        return side.vectors.shape[-3], side.width
+    if side.ndim == 1:
+        nested.require_sizes(name, side, None)
+        return 1, len(side)
+    nested.require_sizes(name, side, *(None,) * (2 if side.ndim == 4 else 1), None, side.shape[-1])
+    return side.shape[-3], side.shape[-1]
 
 
 def n_entries(sides: Sequence[Tensor]) -> int:

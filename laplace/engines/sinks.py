@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.gram import group_product
 from laplace.core.layout import Layout
 from laplace.core.nested import named_tensors
@@ -290,7 +291,8 @@ class KeptRows:
     def from_state(cls, state: Mapping[str, Any]) -> KeptRows:
         """The rows of a state."""
         hessian = None if state["hessian"] is None else OutputHessian.from_state(state["hessian"])
-        return cls(tuple(from_state(block) for block in state["blocks"]), hessian, state["first"])
+        blocks = [from_state(block) for block in state["blocks"]]
+        return nested.from_state(cls, {**state, "blocks": blocks, "hessian": hessian})
 
 
 class RowSink(FullSink):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Checkpoint:
 def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint in the place of the former one, which stays whole until the new one is."""
     state = {"version": _VERSION, "account": account, "checkpoint": nested.state_of(checkpoint)}
-    with nested.replaced(path, _new(path)) as new, new.open("wb") as file:
+    with nested.replaced(path) as file:
         torch.save(state, file)
 
 
@@ -75,13 +76,8 @@ def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:
 
 def remove(path: Path) -> None:
     """Removes the file of a fit that has ended, and what a process left that was killed while it wrote."""
-    for file in (path, _new(path)):
+    for file in (path, *path.parent.glob(f"{escape(path.name)}.{'[0-9a-f]' * 32}.new")):
         file.unlink(missing_ok=True)
-
-
-def _new(path: Path) -> Path:
-    """The file that is being written."""
-    return path.with_name(f"{path.name}.new")
 
 
 _EVERY = timedelta(minutes=10)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -26,7 +27,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError, UnsupportedError
 from laplace.function_space.variational_training import (
     STRATEGIES,
     Energy,
@@ -38,7 +39,7 @@ from laplace.function_space.variational_training import (
     make_pool,
     start,
 )
-from laplace.jacobian.jacobian import Jacobian, kernel_at
+from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.dual import JointPrecision, ProjectedScan
 from laplace.structures.gp.reading import HOLDS_INPUTS, ObservingPass, uncounted
@@ -162,9 +163,22 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> VariationalCurvature:
-        inducing = Inducing(tuple(Jacobian.from_state(part) for part in state["parts"]), widened(state["root"]))
-        places = Places(batches.from_plain(state["locations"]), state["classes"])
+        parts = [Jacobian.from_state(part) for part in state["parts"]]
+        inducing = nested.from_state(Inducing, {"parts": parts, "root": widened(state["root"])})
+        places = nested.from_state(Places, {**state, "x": batches.from_plain(state["locations"])})
         return cls(inducing, places, widened(state["second"]), widened(state["total"]))
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        require_rows([part.blocks for part in self.inducing.parts], layout)
+        size, terms = sum(part.blocks[0].n_data for part in self.inducing.parts), len(self.total)
+        nested.require_sizes("the triangle of H", self.inducing.root, size, size)
+        nested.require_sizes("the second moment of H", self.second, terms, size, size)
+        nested.require_sizes("the sum of H", self.total, None)
+        classes = self.places.classes
+        if classes is not None and (classes.dtype != torch.int64 or tuple(classes.shape) != (size,)):
+            raise StateError(
+                f"the classes of the inducing outputs are {classes.dtype}, of shape {list(classes.shape)}."
+            )
 
     def public(self) -> Tensor:
         """L Lᵀ, `[M, M]`, float64: the curvature of the inducing outputs."""

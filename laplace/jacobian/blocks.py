@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.registry import Registry
@@ -278,7 +279,11 @@ class Block(ABC):
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Block:
         """The block of a state of this kind."""
-        return cls(**{name: state[name] for name in _arguments(cls) if name in state})  # older ones may hold others
+        return nested.from_state(cls, state)  # older ones may hold others than its fields
+
+    def has_valid_indices(self) -> bool:
+        """True if indices of a block from a state are such of its table."""
+        return True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -502,6 +507,9 @@ class SumBlock(Block):
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SumBlock:
         return cls(tuple(from_state(part) for part in state["parts"]))
+
+    def has_valid_indices(self) -> bool:
+        return all(part.has_valid_indices() for part in self.parts)
 
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
         copied = sum(part.shape(inputs).copied for part in self.parts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block, ProductBasis, RankOne, TensorShape, all_of, chunks
@@ -32,6 +33,9 @@ class HeadRows(Block):
     @property
     def dims(self) -> tuple[int, int, int]:
         return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
+
+    def has_valid_indices(self) -> bool:
+        return nested.are_indices(self.outputs, 0, self.n_outputs)
 
     # Other data, and the same values in another form.
 

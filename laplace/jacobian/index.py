@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.checks import numbers_are_known
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import (
@@ -46,6 +47,9 @@ class IndexBlock(FactoredBlock):
     @property
     def n_inputs(self) -> int:
         return self.n_rows
+
+    def has_valid_indices(self) -> bool:
+        return nested.are_indices(self.index, -1, self.n_rows)
 
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
         return replace(super().shape(inputs), indexed=True)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
+from laplace.core.layout import Layout
 from laplace.core.positions import OutputChoice
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, ProductBasis, RankOne, chunks, from_state, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import flat_product
@@ -211,6 +213,30 @@ class Jacobian:
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Jacobian:
         """The Jacobian of a state."""
         return cls(tuple(from_state(block) for block in state))
+
+
+def require_rows(parts: Sequence[Sequence[Block]], layout: Layout) -> None:
+    """Refuses blocks from a state, of consecutive data, that are not of these tensors or of data that differ.
+
+    Raises:
+        StateError: They are not; the message names the sizes.
+    """
+    for blocks in parts:
+        sizes, rows = [block.size for block in blocks], {block.dims[:2] for block in blocks}
+        if sizes != list(layout.sizes) or len(rows) != 1:
+            raise StateError(
+                f"H has Jacobians of {sizes} entries for {sorted(rows)} outputs and data; the random tensors have "
+                f"{list(layout.sizes)}, and all are of one number of outputs and data."
+            )
+        for name, tensor in ((n, t) for block in blocks for n, t in nested.entries(block).items()):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() is (name in _INTEGERS):
+                raise StateError(f"the part {name!r} of a Jacobian in H is {tensor.dtype}; it was changed or damaged.")
+        if not all(block.has_valid_indices() for block in blocks):
+            raise StateError("a Jacobian in H has indices outside of its table; it was changed or damaged.")
+
+
+_INTEGERS = frozenset({"index", "outputs", "counted"})
+"""Fields of blocks that hold indices, or say which positions count."""
 
 
 def chosen(

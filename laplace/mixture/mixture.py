@@ -444,7 +444,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         """
         try:
             version, name, weights, states = (state_dict[k] for k in ("version", "cls_name", "weights", "components"))
-        except (TypeError, KeyError) as error:
+        except (TypeError, LookupError) as error:
             raise StateError("the state lacks an entry; it is truncated, or no state of a mixture.") from error
         if (version, name) != (VERSION, "MixtureLaplace"):
             raise StateError(

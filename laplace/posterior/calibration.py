@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.errors import InvalidArgument
 
@@ -168,7 +169,7 @@ class Calibration:
         """The calibration of a state, on a device."""
         before = Hyperparameters.from_state(state["before"], device)
         moved = {name: state[name].to(device) for name in ("prior_precision", "sigma_noise", "network_noise")}
-        return cls(**(state | moved | {"before": before, "table": dict(state["table"])}))
+        return nested.from_state(cls, state | moved | {"before": before})
 
 
 def _change(former: Tensor, chosen: Tensor) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.precision_policy import widened
-from laplace.errors import InvalidData
+from laplace.errors import InvalidData, StateError
 
 _NEGLIGIBLE = 1e-12
 """Share of the features' squares within their classes that is rounding."""
@@ -119,7 +120,17 @@ class FeatureStatistics:
             return widened(tensor.to(device))
 
         tied, *by_class = (Scatter(there(values), there(vectors)) for values, vectors in state["scatters"])
-        return cls(state["layer"], there(state["counts"]), there(state["means"]), tied, tuple(by_class))
+        counts, means = there(state["counts"]), there(state["means"])
+        found = nested.from_state(cls, {**state, "counts": counts, "means": means, "tied": tied, "by_class": by_class})
+        n_classes, width = (*means.shape, 0, 0)[:2]
+        nested.require_sizes("the counts of the features", counts, n_classes)
+        nested.require_sizes("the means of the features", means, n_classes, width)
+        for scatter in (tied, *by_class):
+            nested.require_sizes("a scatter of the features", scatter.vectors, width, None)
+            nested.require_sizes("the eigenvalues of a scatter", scatter.values, scatter.vectors.shape[1])
+        if len(by_class) not in (0, n_classes):
+            raise StateError(f"{len(by_class)} scatters of {n_classes} classes.")
+        return found
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
     posterior.require_fitted()
     posterior.refuse_calibrated("assigning posterior_scale")
     n_params = posterior.problem.layout.n_params
-    values = _checked("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
+    values = checked_tensor("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
     if values.ndim == 1 and bool((values < 0).any()):
         raise InvalidArgument("posterior_scale holds negative standard deviations; they must be at least 0.")
     return replace(posterior, root=values)
@@ -101,7 +101,7 @@ def _with_part(data: Fitted, posterior: Posterior, name: str, value: Any) -> Fit
     if name == "H":
         return replace(data, source=_by_hand(data, posterior, checked_H(posterior, value)))
     if name == "mean":
-        mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
+        mean = checked_tensor("mean", value, posterior, (posterior.problem.layout.n_params,))
         return replace(data, assigned_mean=None if torch.equal(mean, data.expansion_point) else mean)
     number = _number(name, value)
     if name == "loss":
@@ -122,7 +122,7 @@ def _number(name: str, value: Any) -> float:
     return int(number) if isinstance(number, Integral) else float(number)
 
 
-def _checked(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ...]) -> Tensor:
+def checked_tensor(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ...]) -> Tensor:
     """A copy of a tensor that has one of some shapes, and is finite."""
     if not isinstance(value, Tensor) or value.is_complex() or tuple(value.shape) not in shapes:
         given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -6,6 +6,7 @@ can be computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core import nested
 from laplace.core.arguments import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
 from laplace.core.cached import cached_property
@@ -34,7 +36,7 @@ from laplace.network.model_guard import own_precision
 from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.features import FeatureStatistics
-from laplace.structures.base import Curvature, Precision, SignedOptions, move
+from laplace.structures.base import Curvature, Precision, SignedOptions
 from laplace.structures.by_hand import ByHand
 from laplace.structures.fit import Fit
 from laplace.structures.precision import drawn
@@ -167,7 +169,26 @@ def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **g
             elif tensor.numel() == 1:
                 tensor = tensor.reshape(())
             checked[name] = tensor
-    return replace(now, **checked)
+    hypers = replace(now, **checked)
+    if not given.keys().isdisjoint(_SCALING):
+        _require_scale(hypers)
+    return hypers
+
+
+_SCALING = frozenset({"sigma_noise", "temperature"})
+"""Hyper-parameters that weigh the data."""
+
+
+def _require_scale(hypers: Hyperparameters) -> None:
+    """Refuses a noise and a temperature whose σ² or 1/(σ²T) the dtype does not hold: infinite or 0 in its place."""
+    largest = torch.finfo(hypers.dtype).max
+    noises, temperature = hypers.sigma_noise.detach().flatten().tolist(), hypers.temperature.item()
+    if max(noises) ** 2 > largest or min(noises) ** 2 * temperature * largest < 1:
+        raise InvalidArgument(
+            f"sigma_noise={min(noises):.3g} (up to {max(noises):.3g}) with temperature={temperature:.3g}: σ² or "
+            f"1/(σ²T) is beyond {largest:.3g}, the largest number of {hypers.dtype}. Standardise the targets, or take "
+            "a network in float64."
+        )
 
 
 def match_lengths(now: Hyperparameters, weights: Weights) -> Hyperparameters:
@@ -226,6 +247,10 @@ def form_of(structure: type[Curvature]) -> ByHand:
     return structure.by_hand
 
 
+REFINEMENTS = frozenset({"map", "variational", "forget"})
+"""What moved a mean."""
+
+
 @dataclass(frozen=True, eq=False)
 class Refinement:
     """A refined posterior N(θ̂, (s H + δ)⁻¹) of the linearised network, and how it was found.
@@ -263,6 +288,11 @@ class Refinement:
         bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}{error}"
         return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
 
+    @property
+    def is_finite(self) -> bool:
+        """True if mean, loss and distance are."""
+        return bool(nested.is_finite([self.mean, self.fit.loss_terms])) and math.isfinite(self.distance)
+
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
         """The same elsewhere."""
         return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=self.fit.moved(device, dtype))
@@ -282,21 +312,10 @@ class Refinement:
         }
 
     @classmethod
-    def from_state(
-        cls, state: dict[str, Any], fit: Fit, structure: type[Curvature], device: torch.device
-    ) -> Refinement:
+    def from_state(cls, state: dict[str, Any], fit: Fit, curvature: Curvature, device: torch.device) -> Refinement:
         """The refinement of a state, on a device, with the data's number and coverage of the unrefined fit."""
-        curvature = structure.from_state(move(state["H"], device, None))
-        return cls(
-            state["method"],
-            state["mean"].to(device),
-            replace(fit, curvature=curvature, loss_terms=state["loss"].to(device)),
-            state["steps"],
-            state["converged"],
-            state["distance"],
-            tuple(state["values"]),
-            state.get("standard_error", 0.0),
-        )
+        refined = replace(fit, curvature=curvature, loss_terms=state["loss"].to(device))
+        return nested.from_state(cls, state | {"mean": state["mean"].to(device), "fit": refined})
 
 
 @dataclass(frozen=True, eq=False)

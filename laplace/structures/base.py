@@ -333,6 +333,18 @@ class Curvature(ABC):
         """The curvature of a saved state."""
         return nested.from_state(cls, state)
 
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        """Refuses a curvature from a state whose parts do not fit each other, or the posterior.
+
+        Args:
+            layout: The random parameter tensors.
+            dtype: Of the posterior's hyper-parameters and mean.
+
+        Raises:
+            StateError: They do not; nothing has been computed from them.
+        """
+        del layout, dtype  # what a user's structure is made of only its author knows
+
     def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
         """The same on another device, or in another dtype; sums that are wide stay so."""
         narrower = self.is_wide and dtype != wide_dtype()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
@@ -17,7 +18,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import BlockSink
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.structures import linalg
 from laplace.structures.base import (
@@ -199,6 +200,13 @@ class BlockCurvature(AdditiveCurvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> BlockCurvature:
         return _of(state["values"], tuple(tuple(group) for group in state["groups"]))
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        if sorted(i for group in self.groups for i in group) != [*range(layout.n_tensors)]:
+            raise StateError(f"H has blocks of the tensors {self.groups}; there are {layout.n_tensors}, each has one.")
+        for values, group in zip(self.values, self.groups, strict=True):
+            size = sum(layout.sizes[i] for i in group)
+            nested.require_sizes("a block of H", values, None, size, size)
 
     def forms(self) -> tuple[str, ...]:
         return ("exact dense block of its layer",) * sum(len(group) for group in self.groups)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
@@ -205,6 +206,9 @@ class DiagCurvature(AdditiveCurvature):
             return layout.split(require_positive(values + delta, ENTRY) if mode == "error" else values + delta)
 
         return SpectralScan(lambda jacobian, _: jacobian, precisions)
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        nested.require_sizes("H", self.values, None, layout.n_params, dtype=dtype)
 
     def public(self) -> Tensor:
         return self.values.sum(0)

@@ -27,7 +27,7 @@ from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, StateError
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -234,7 +234,18 @@ class EkfacCurvature(Curvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
-        return cls(kron, _bases_of(state["bases"], kron, corrected[0]), corrected)
+        bases = _bases_of(state["bases"], kron, corrected[0])
+        return nested.from_state(cls, {"kron": kron, "bases": bases, "corrected": corrected})
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        self.kron.require_of(layout, dtype)
+        nested.require_sizes("the corrected eigenvalues", self.corrected, None, layout.n_params, dtype=dtype)
+        for block, basis, name in zip(self.kron.parts.blocks, self.bases, layout.names, strict=True):
+            if block.kind == "kron":
+                basis.require_size(block.size, name, dtype)
+                form, own = (basis.shape, basis.output_first), (self.kron.parts.shape(block), not block.input_first)
+                if block.index is None and form != own:
+                    raise StateError(f"the eigenbasis of {name!r} has the form {form}, its factors {own}.")
 
     def forms(self) -> tuple[str, ...]:
         corrected = "exact diagonal in the Kronecker eigenbasis"
@@ -262,8 +273,9 @@ def _bases_of(states: Iterable[dict[str, Any]], kron: KronCurvature, values: Ten
 
 def _basis_of(values: Tensor, left: Tensor | None, right: Tensor | None, **rest: Any) -> BlockSpectrum:
     """The basis of what a state holds, with any eigenvalues."""
-    left_basis, right_basis = (None if side is None else DenseBasis(side) for side in (left, right))
-    return BlockSpectrum(values=values, left=left_basis, right=right_basis, **rest)
+    sides = [nested.from_state(Tensor | None, side) for side in (left, right)]
+    left_basis, right_basis = (None if side is None else DenseBasis(side) for side in sides)
+    return nested.from_state(BlockSpectrum, {"values": values, "left": left_basis, "right": right_basis, **rest})
 
 
 class _Factors(SumPass[KronCurvature]):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.gram import row_gram
@@ -29,10 +30,10 @@ from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
-from laplace.errors import CurvatureError, OutOfMemory
+from laplace.errors import CurvatureError, OutOfMemory, StateError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
-from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.jacobian import Jacobian, require_rows
 from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
@@ -233,6 +234,9 @@ class FullCurvature(AdditiveCurvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
         return RowCurvature.of_rows(state) if "rows" in state else FullCurvature.of(state["values"])
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        nested.require_sizes("H", self.sums.values, None, layout.n_params, layout.n_params)
 
     def public(self) -> Tensor:
         return self.values.sum(0)
@@ -540,6 +544,13 @@ class RowCurvature(FullCurvature):
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> RowCurvature:
         return self.of_rows(move(self._state_of_rows(), device, dtype if dtype == wide_dtype() else None))
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        require_rows([part.blocks for part in self.parts], layout)
+        if not (self.sums.size == layout.n_params and self.terms > 0 and self.parts):
+            raise StateError(f"H has rows of {self.sums.size} weights in {self.terms} terms; save it anew.")
+        if any(part.hessian is not None and len(part.hessian.diag) != part.blocks[0].n_data for part in self.parts):
+            raise StateError("H has output Hessians of other data than its rows; save it anew.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FullCurvature.from_state, (self.state(),)

@@ -610,6 +610,10 @@ class KronCurvature(AdditiveCurvature):
     def from_state(cls, state: dict[str, Any]) -> KronCurvature:
         return cls(nested.from_state(KronParts, state))
 
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        del dtype  # factors may be wider
+        self.parts.require_of(layout)
+
     def forms(self) -> tuple[str, ...]:
         return tuple(_FORMS[block.kind] for block in self.parts.blocks)
 

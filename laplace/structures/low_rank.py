@@ -557,6 +557,13 @@ class LowRankCurvature(Curvature):
         cores = widened(state["cores"])  # whatever dtype the posterior was moved to
         return nested.from_state(cls, state | {"cores": cores})
 
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        nested.require_sizes("the basis of H", self.basis, None, layout.n_params, dtype=dtype)
+        nested.require_sizes("the core of H", self.cores, None, self.rank, self.rank)
+        nested.require_unit("the directions of H", self.basis, 1)
+        if self.trace is not None:
+            nested.require_sizes("the trace of H", self.trace, self.n_terms)
+
     def public(self) -> tuple[Tensor, Tensor]:
         """Eigenvectors U `[P, K]` and eigenvalues λ `[K]` of the sum of the terms."""
         ones = torch.ones(self.n_terms, dtype=wide_dtype(self.basis.device), device=self.basis.device)

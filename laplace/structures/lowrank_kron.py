@@ -34,10 +34,10 @@ from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
+from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe, require_blocks
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink, KronSink, PairOfSinks
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError
 from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, chunks, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
@@ -689,6 +689,41 @@ class LowRankKronCurvature(Curvature):
         """As it was before there were corrected eigenvalues, where there are none."""
         state = super().state()
         return state if self.corrected is not None else {k: part for k, part in state.items() if k != "corrected"}
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        require_blocks(self.blocks, layout)
+        if self.rank < 1:
+            raise StateError(f"H has the rank {self.rank}; it must be 1 at least.")
+        nested.require_sizes("the diagonal of H", self.diagonal, None, layout.n_params, dtype=dtype)
+        for key, side in self.sides.items():
+            groups, _, rank = (*side.basis.shape, 0, 0, 0)[:3]
+            nested.require_sizes(f"the basis {key!r}", side.basis, groups, None, rank)
+            nested.require_unit(f"the vectors {key!r}", side.basis, 1)
+            nested.require_sizes(f"the core {key!r}", side.cores, None, groups, rank, rank)
+        for block, name in zip(self.blocks, layout.names, strict=True):
+            if block.kind == "kron":
+                block.require_entries(self._n_product(block, name), name)
+        if self.corrected is not None:
+            for grid, table in zip(self.grids, self.corrected, strict=True):
+                nested.require_sizes(
+                    "the corrected eigenvalues", table, None, *grid.table(table.new_zeros(1, grid.size)).shape[1:]
+                )
+
+    def _n_product(self, block: KronBlock, name: str) -> int:
+        """Number of entries of the product of the sides of a block."""
+        given = {**self.sides, **self.factors}
+        missing = [key for key in block.reads if key not in given]
+        if missing or block.output not in self.sides:
+            raise StateError(f"the block of {name!r} reads the sides {list(block.reads)}; H has {list(given)}.")
+        groups, n_outputs, _ = self.sides[block.output].basis.shape
+        block.require_positions(self.factors, name)
+        if block.input is None:
+            return groups * n_outputs
+        if block.input in self.sides:
+            own, n_inputs, _ = self.sides[block.input].basis.shape
+            return max(groups, own) * n_outputs * n_inputs
+        nested.require_sizes(f"the counts of {name!r}", self.factors[block.input], None)
+        return groups * n_outputs * len(self.factors[block.input])
 
     def forms(self) -> tuple[str, ...]:
         kind = "Kronecker columns" if self.corrected is None else "corrected Kronecker columns"

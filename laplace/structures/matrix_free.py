@@ -7,6 +7,7 @@ columns, is held. Where P is small the matrix is less work than its products, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +21,11 @@ from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.nested import entries, from_state, is_finite, state_of
+from laplace.core.nested import entries, from_state, is_finite, require_sizes, state_of
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.engines.profile import BatchProfile
-from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, StateError, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures import krylov
@@ -125,7 +126,8 @@ class HeldBatch:
     def from_state(cls, state: dict[str, Any]) -> HeldBatch:
         """The batch of a state."""
         hessian = OutputHessian.from_state(state)
-        return cls(batches.from_plain(state["x"]), OutputCurvature(hessian, state["n_positions"]), state["count"])
+        output = from_state(OutputCurvature, state | {"hessian": hessian})
+        return from_state(cls, {"x": batches.from_plain(state["x"]), "output": output, "count": float(state["count"])})
 
 
 _UNIT_VECTORS = 128
@@ -730,10 +732,24 @@ class MatrixFreeCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> MatrixFreeCurvature:
-        data = tuple(HeldBatch.from_state(batch) for batch in state["data"])
-        chosen = MatrixFreeOptions(**state["chosen"])
+        data = [HeldBatch.from_state(batch) for batch in state["data"]]
         factors = None if state["factors"] is None else KronCurvature.from_state(state["factors"])
-        return cls(state["terms"], factors, data, state["mean"], chosen)
+        return from_state(cls, state | {"data": data, "factors": factors})
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        require_sizes("the mean of H", self.mean, layout.n_params, dtype=dtype)
+        if self.factors is not None:
+            self.factors.require_of(layout, dtype)
+        if not self.data or self.terms < 1:
+            raise StateError(f"H has {len(self.data)} batches and {self.terms} terms; it must have one at least.")
+        for batch in self.data:
+            batch.hessian.require_rows()
+            if (
+                not 0 <= batch.count < math.inf
+                or batch.output.n_positions < 1
+                or len(batch.hessian.diag) % batch.output.n_positions
+            ):
+                raise StateError(f"a batch of H counts {batch.count} times, at {batch.output.n_positions} positions.")
 
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled: no network, and nothing that can be asked of it again."""

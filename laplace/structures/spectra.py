@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core import nested
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
@@ -16,7 +18,7 @@ from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
-from laplace.errors import UnsupportedError
+from laplace.errors import StateError, UnsupportedError
 from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasis
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
@@ -121,6 +123,26 @@ class BlockSpectrum:
     def is_rotated(self) -> bool:
         """True if the eigenbasis is not the identity."""
         return not (self.left is self.right is self.basis is None)
+
+    def require_size(self, size: int, name: str, dtype: torch.dtype) -> None:
+        """Refuses a basis from a state that is not one of so many entries of a tensor.
+
+        Raises:
+            StateError: It is not.
+        """
+        if self.basis is not None:
+            nested.require_sizes(f"the eigenvectors of {name!r}", self.basis, size, size, dtype=dtype)
+            nested.require_unit(f"the eigenvectors of {name!r}", self.basis, 0)
+        elif self.shape is not None:
+            groups, *widths = self.shape
+            if groups * math.prod(widths) != size:
+                raise StateError(f"the eigenbasis of {name!r} has the shape {self.shape}, the tensor {size} entries.")
+            for side, width in zip((self.left, self.right), widths, strict=True):
+                if side is not None:
+                    nested.require_sizes(
+                        f"the eigenvectors of {name!r}", side.matrix(), groups, width, width, dtype=dtype
+                    )
+                    nested.require_unit(f"the eigenvectors of {name!r}", side.matrix(), 1)
 
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
         """The bases in the dtype of Jacobians."""

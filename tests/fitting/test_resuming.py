@@ -8,6 +8,7 @@ from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -321,7 +322,7 @@ def test_entries_that_are_compared_are_not_those_of_a_border(tmp_path: Path) -> 
 
 
 def test_a_file_that_was_being_written_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "fit.new").write_bytes(b"half")
+    (tmp_path / f"fit.{uuid4().hex}.new").write_bytes(b"half")
     Laplace(network(), "classification", "all", "diag").fit(batches(), resume=tmp_path / "fit")
     assert not list(tmp_path.iterdir())
 

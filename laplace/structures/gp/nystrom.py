@@ -214,6 +214,11 @@ class NystromCurvature(Curvature):
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
         return nested.from_state(cls, state | {"gram": widened(state["gram"])})
 
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        nested.require_sizes("the directions of H", self.directions, None, layout.n_params, dtype=dtype)
+        nested.require_unit("the directions of H", self.directions, 1)
+        nested.require_sizes("the core of H", self.gram, None, len(self.directions), len(self.directions))
+
     def public(self) -> Tensor:
         """G, `[k, k]`."""
         return self.gram.sum(0).to(self.directions.dtype)

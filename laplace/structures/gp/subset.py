@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from laplace.core import batch as batches
+from laplace.core import nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -22,8 +23,8 @@ from laplace.core.positions import require_none
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian, kernel_at
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.dual import (
     Dual,
@@ -369,8 +370,24 @@ class SubsetCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SubsetCurvature:
-        dual = Dual(tuple(Jacobian.from_state(part) for part in state["parts"]), state["roots"])
-        return cls(dual, state["n_seen"], state["independent"], state["factor"], state["n_terms"])
+        parts = [Jacobian.from_state(part) for part in state["parts"]]
+        factor = None if state["factor"] is None else float(state["factor"])
+        dual = nested.from_state(Dual, {"parts": parts, "roots": state["roots"]})
+        return nested.from_state(cls, {**state, "dual": dual, "factor": factor, "terms": state["n_terms"]})
+
+    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        require_rows([part.blocks for part in self.dual.parts], layout)
+        n_data, n_outputs = (
+            sum(part.blocks[0].n_data for part in self.dual.parts),
+            self.dual.parts[0].blocks[0].n_cotangents,
+        )
+        nested.require_sizes("the roots of H", self.dual.roots, n_data, n_outputs, None)
+        if not (
+            n_data <= self.n_seen < math.inf
+            and self.terms in (1, n_outputs)
+            and (self.factor is None or 0 < self.factor < math.inf)
+        ):
+            raise StateError(f"H has {n_data} of {self.n_seen} data in {self.terms} terms, and a factor {self.factor}.")
 
     def public(self) -> Tensor:
         """The kernel J Jᵀ of the subset, `[M·C, M·C]`."""
