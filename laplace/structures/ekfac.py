@@ -239,10 +239,10 @@ class EkfacCurvature(Curvature):
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
         self.kron.require_of(layout, dtype)
-        nested.require_sizes("the corrected eigenvalues", self.corrected, None, layout.n_params, dtype=dtype)
+        nested.require_sizes("the corrected eigenvalues", self.corrected, None, layout.n_params)
         for block, basis, name in zip(self.kron.parts.blocks, self.bases, layout.names, strict=True):
             if block.kind == "kron":
-                basis.require_size(block.size, name, dtype)
+                basis.require_size(block.size, name, self.corrected.dtype)
                 form, own = (basis.shape, basis.output_first), (self.kron.parts.shape(block), not block.input_first)
                 if block.index is None and form != own:
                     raise StateError(f"the eigenbasis of {name!r} has the form {form}, its factors {own}.")

@@ -558,7 +558,8 @@ class LowRankCurvature(Curvature):
         return nested.from_state(cls, state | {"cores": cores})
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
-        nested.require_sizes("the basis of H", self.basis, None, layout.n_params, dtype=dtype)
+        del dtype  # its sums may be wider
+        nested.require_sizes("the basis of H", self.basis, None, layout.n_params)
         nested.require_sizes("the core of H", self.cores, None, self.rank, self.rank)
         nested.require_unit("the directions of H", self.basis, 1)
         if self.trace is not None:

@@ -691,10 +691,11 @@ class LowRankKronCurvature(Curvature):
         return state if self.corrected is not None else {k: part for k, part in state.items() if k != "corrected"}
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
+        del dtype  # its sums may be wider
         require_blocks(self.blocks, layout)
         if self.rank < 1:
             raise StateError(f"H has the rank {self.rank}; it must be 1 at least.")
-        nested.require_sizes("the diagonal of H", self.diagonal, None, layout.n_params, dtype=dtype)
+        nested.require_sizes("the diagonal of H", self.diagonal, None, layout.n_params)
         for key, side in self.sides.items():
             groups, _, rank = (*side.basis.shape, 0, 0, 0)[:3]
             nested.require_sizes(f"the basis {key!r}", side.basis, groups, None, rank)
