@@ -229,14 +229,14 @@ def require_rows(parts: Sequence[Sequence[Block]], layout: Layout) -> None:
                 f"{list(layout.sizes)}, and all are of one number of outputs and data."
             )
         for name, tensor in ((n, t) for block in blocks for n, t in nested.entries(block).items()):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() is (name in _INTEGERS):
+            if isinstance(tensor, Tensor) and name in _REAL and not tensor.is_floating_point():
                 raise StateError(f"the part {name!r} of a Jacobian in H is {tensor.dtype}; it was changed or damaged.")
         if not all(block.has_valid_indices() for block in blocks):
             raise StateError("a Jacobian in H has indices outside of its table; it was changed or damaged.")
 
 
-_INTEGERS = frozenset({"index", "outputs", "counted"})
-"""Fields of blocks that hold indices, or say which positions count."""
+_REAL = frozenset({"a", "g", "features", "values"})
+"""Fields of blocks that hold real numbers."""
 
 
 def chosen(
