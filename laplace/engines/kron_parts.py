@@ -159,6 +159,13 @@ class KronParts:
         return self.factors.get(self.blocks[0].output, next(iter(self.factors.values())))
 
     @property
+    def summed(self) -> torch.dtype | None:
+        """The dtype of matrices that are narrower than float64; None without any."""
+        wide = wide_dtype()
+        narrow = (factor.dtype for factor in self.factors.values() if factor.ndim > 2 and factor.dtype != wide)
+        return next(narrow, None)
+
+    @property
     def n_terms(self) -> int:
         """Number of terms E that are kept apart."""
         key = self.blocks[0].output

@@ -11,6 +11,10 @@ from laplace.engines.kron_parts import ThinFactor
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 
+_FEW = 2**20
+"""Multiplications for a sample that take less time than the calls that they are made in."""
+
+
 @dataclass(frozen=True)
 class BatchProfile:
     """Shapes and bytes of a batch; all bytes are those of the whole batch."""
@@ -89,12 +93,14 @@ class BatchProfile:
         """True if products with vectors are cheaper by the factors of the Jacobian than by its graph.
 
         A graph is gone through four times for every vector. Factors take K backward passes for all of them, and then
-        half as much as these for a vector, and its outputs once for every cotangent.
+        half as much as these for a vector, and its outputs once for every cotangent. Of small networks neither takes
+        long, and factors are multiplied in float64, which a network's own graph is not.
         """
         if self.n_terms > 1 or self.refused or not all(tensor.is_plain for tensor in self.tensors):
             return False
         network = sum(tensor.multiplications for tensor in self.tensors)
-        return self.n_columns * network + self._products(n_vectors) < 4 * n_vectors * network
+        by_factors = self.n_columns * network + self._products(n_vectors)
+        return by_factors < max(4 * n_vectors * network, _FEW)
 
     def _products(self, n_vectors: int) -> int:
         chunks = -(-self.n_columns // self.at_once)

@@ -368,7 +368,7 @@ class ProductSink(Sink):
         if self._casts:
             blocks = {i: block.cast(self._parts[i].dtype) for i, block in blocks.items()}
         applied = self._applied(blocks)
-        hessian = hessian.wide() if applied.dtype == torch.float64 else hessian
+        hessian = hessian.wide() if applied.dtype == wide_dtype(applied.device) else hessian
         self._add(blocks, hessian.times(applied.to(hessian.diag)).to(applied))
 
     def _applied(self, blocks: Mapping[int, Block]) -> Tensor:
@@ -447,7 +447,7 @@ class KronSink(Sink):
         elif block.kind == "kron":
             for key, factor in factors.items():
                 if isinstance(factor, Tensor) and factor.ndim > 2:  # a side, and no number of positions
-                    factor = widened(factor) @ widened(self.probe(key, *factor.shape[-3:-1]))
+                    factor = factor @ self.probe(key, *factor.shape[-3:-1]).to(factor)
                 self.factors[key] = factor
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:

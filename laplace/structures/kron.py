@@ -44,7 +44,15 @@ from laplace.structures.base import (
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.linalg import power
-from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
+from laplace.structures.precision import (
+    Form,
+    Precision,
+    SpectralScan,
+    mean_weight,
+    require_positive,
+    warn_if_rounded,
+    weighted,
+)
 from laplace.structures.spectra import (
     BlockSpectrum,
     FactorEigen,
@@ -237,11 +245,16 @@ class KronPrecision(Precision):
 
     def _dtypes(self, pairs: Sequence[tuple[BlockSpectrum, Tensor]]) -> list[torch.dtype]:
         """Types in which outputs are rotated into the eigenbasis of every block; without one nothing is rounded."""
-        empty = self._scale.new_ones(1)
-        every = [values.detach() if spectrum.is_rotated else empty for spectrum, values in pairs]
-        extremes = torch.stack([torch.stack(values.aminmax()).to(empty) for values in every]).tolist()
-        device = empty.device
-        return [root_dtype(self._dtype, high, low, device, EIGENBASIS_ERROR) for low, high in extremes]
+        one = self._scale.detach().new_ones(1)
+        read: list[Tensor] = []
+        for (spectrum, values), prior in zip(pairs, self._priors, strict=True):
+            matters = spectrum.is_rotated and spectrum.size > 0
+            low, high, least = (*values.aminmax(), prior.amin()) if matters else (one[0],) * 3
+            read.append(torch.stack([low.detach().to(one), high.detach().to(one), least.detach()]))
+        extremes = torch.stack(read).tolist()
+        if self.spectra.summed is not None:
+            warn_if_rounded(max(high / prior for _, high, prior in extremes), self.spectra.summed)
+        return [root_dtype(self._dtype, high, low, one.device, EIGENBASIS_ERROR) for low, high, _ in extremes]
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -522,7 +535,7 @@ class KronCurvature(AdditiveCurvature):
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
         blocks = self._decomposed(None if self.n_terms == 1 else weights / weights.mean())
         key = weights.dtype, *map(id, blocks)
-        return self._recent(key, lambda: Spectra(blocks, weights.dtype, factored=True))
+        return self._recent(key, lambda: Spectra(blocks, weights.dtype, factored=True, summed=self.parts.summed))
 
     @cached_property
     def _recent(self) -> Recent[Spectra]:

@@ -41,7 +41,14 @@ from laplace.structures.base import (
 )
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.linalg import bilinear, power_slope
-from laplace.structures.precision import Form, Precision, VariancesOverPriors, one_by_one, require_positive
+from laplace.structures.precision import (
+    Form,
+    Precision,
+    VariancesOverPriors,
+    one_by_one,
+    require_positive,
+    warn_if_rounded,
+)
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
 #
@@ -205,8 +212,12 @@ class LowRankPrecision(Precision):
     @cached_property
     def _cancels(self) -> bool:
         """True if rounding may take too large a share of a variance in the dtype of the posterior."""
-        thetas = self._solved.thetas.detach()
-        return len(thetas) > 0 and is_true(thetas.max() * torch.finfo(self._dtype).eps > _CANCELLING)
+        thetas, rounding = self._solved.thetas.detach(), torch.finfo(self._dtype).eps
+        if not len(thetas) or not is_true(thetas.max() * rounding > _CANCELLING):
+            return False
+        if not self.subspace.is_orthonormal:
+            warn_if_rounded(thetas.max().item(), self.subspace.basis.dtype)
+        return True
 
     def _joint(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation

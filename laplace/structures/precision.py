@@ -18,7 +18,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
-from laplace.errors import CurvatureError
+from laplace.errors import ApproximationWarning, CurvatureError, warn
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 
@@ -151,6 +151,23 @@ def require_positive(values: Tensor, what: str = "eigenvalue") -> Tensor:
             "{'indefinite': 'abs'}, or use backend=NativeGGN."
         )
     return values
+
+
+def warn_if_rounded(largest: float, dtype: torch.dtype) -> None:
+    """Warns where the rounding of curvature that was summed in a narrow dtype exceeds the prior precision.
+
+    Args:
+        largest: λmax(P) / δ.
+        dtype: Of the sums.
+    """
+    if not largest * torch.finfo(dtype).eps > 1:
+        return
+    warn(
+        f"the curvature was summed in {str(dtype).removeprefix('torch.')}, and its largest eigenvalue is {largest:.1g} "
+        "times the prior precision: variances in directions that the data leave open are rounding. Standardise the "
+        "columns of the inputs, or call model.double() before the fit, with inputs of that dtype.",
+        ApproximationWarning,
+    )
 
 
 def weighted(block: Block, variances: Tensor, form: Form, *, wide: bool) -> Tensor:

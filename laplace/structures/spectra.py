@@ -223,6 +223,7 @@ class Spectra:
     groups: Groups | None = None
     signed: bool = False  # Whether negative eigenvalues are meant; else there are none
     factored: bool = False  # Whether the eigenvalues of a product are the products of those of its factors
+    summed: torch.dtype | None = None  # The dtype in which matrices were summed, if it is narrower than float64
 
     def __iter__(self) -> Iterator[BlockSpectrum]:
         return iter(self.blocks)
