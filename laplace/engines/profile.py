@@ -10,7 +10,6 @@ from laplace.core.layout import Layout
 from laplace.engines.kron_parts import ThinFactor
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
-
 _FEW = 2**20
 """Multiplications for a sample that take less time than the calls that they are made in."""
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.curvature import NativeGGN
 from laplace.errors import ApproximationWarning
+from laplace.grid import from_names
 from tests.reference import raw_tables
 from tests.reference.raw_tables import COLUMNS, full_variance, kron_variance, table, trained
 
@@ -38,7 +38,9 @@ def fitted(
 ) -> Any:
     """A posterior at prior precision 1, of targets that the network misses by its noise."""
     options |= {"structure_kwargs": EXACT} if cell[1].startswith("lowrank") else {}
-    la = Laplace(net, "regression", *cell, sigma_noise=sigma, prior_precision=1.0, **options)
+    weights, structure = cell
+    options |= {"sigma_noise": sigma, "prior_precision": 1.0}
+    la = from_names(net, "regression", subset_of_weights=weights, hessian_structure=structure, **options)
     y = net(x).detach() + sigma * (y - y.mean()) / y.std()
     la.fit(list(zip(x.split(batch), y.split(batch), strict=True)))
     return la
@@ -105,7 +107,7 @@ def test_inputs_in_the_thousands(structure: str, scale: float) -> None:
         head.weight.div_(scale)
 
     def variances(net: nn.Module, x: Tensor) -> Tensor:
-        la = Laplace(net, "classification", "all", structure)
+        la = from_names(net, "classification", subset_of_weights="all", hessian_structure=structure)
         la.fit([(x, y)])
         return la.predict(x[:20]).latent_covariance.diagonal(dim1=1, dim2=2)
 
@@ -135,7 +137,7 @@ def test_factors_that_stay_in_float32_are_told_of() -> None:
     la.H = la.H_facs
     with pytest.warns(ApproximationWarning, match="Standardise the columns of the inputs, or call model.double()"):
         la(new)
-    own = Laplace(net, "regression", "all", "kron", sigma_noise=0.1, backend=NativeGGN)
+    own = Laplace(net, "regression", "all", "kron", sigma_noise=0.1)
     own.fit([(0.001 * x, net(0.001 * x).detach() + 0.1 * y)])
     own.H = own.H_facs
     own.prior_precision = 1e3
