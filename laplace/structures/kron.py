@@ -253,7 +253,8 @@ class KronPrecision(Precision):
             read.append(torch.stack([low.detach().to(one), high.detach().to(one), least.detach()]))
         extremes = torch.stack(read).tolist()
         if self.spectra.summed is not None:
-            warn_if_rounded(max(high / prior for _, high, prior in extremes), self.spectra.summed)
+            least = torch.finfo(self._dtype).tiny
+            warn_if_rounded(max(high / max(prior, least) for _, high, prior in extremes), self.spectra.summed)
         return [root_dtype(self._dtype, high, low, one.device, EIGENBASIS_ERROR) for low, high, _ in extremes]
 
     @property
@@ -289,9 +290,13 @@ class KronPrecision(Precision):
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         dtype = self._dtype if form == "diagonal" else jacobian.summed_in(self._dtype)
-        return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i].variance(block, form, wide=jacobian.wide).to(dtype)
-        )
+
+        def of_block(i: int, block: Block) -> Tensor:
+            own = self._posterior[i]
+            block = block if own.values.dtype == self._dtype else block.cast(own.values.dtype)
+            return own.variance(block, form, wide=jacobian.wide).to(dtype)
+
+        return self.spectra.regrouped(jacobian).sum_over_blocks(of_block)
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         """In the prior's dtype where that is enough, at half the cost of float64; its root is symmetric."""
@@ -374,7 +379,7 @@ class EigenBlock:
 
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         """J P⁻¹ Jᵀ, as of `Precision.variance`."""
-        return weighted(self.spectrum.project(_cast(block, self.values.dtype)), self._variances, form, wide=wide)
+        return weighted(self.spectrum.project(block), self._variances, form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         """P^exponent v of vectors `[..., p]`."""
@@ -398,8 +403,8 @@ class MovingBlock(EigenBlock):
 
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         root = self.matrix(-0.5)
-        block = _cast(block, root.dtype)
-        return weighted(MappedBlock(block, lambda piece: piece @ root), root.new_ones(len(root)), form, wide=wide)
+        rotated = MappedBlock(block, lambda piece: piece.to(root) @ root)
+        return weighted(rotated, root.new_ones(len(root)), form, wide=wide)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return vectors @ self.matrix(exponent).to(vectors)
@@ -410,11 +415,6 @@ class MovingBlock(EigenBlock):
     def matrix(self, exponent: float) -> Tensor:
         (vectors,) = self.spectrum.factor_vectors
         return power(self.precision, (self.values, vectors.detach()), exponent).to(self.dtype)
-
-
-def _cast(block: Block, dtype: torch.dtype) -> Block:
-    """The block in float64 where that is asked for; else as the network gives it."""
-    return block.cast(dtype) if dtype == wide_dtype(block.bound().device) else block
 
 
 _INPUT_DIMS = 3

@@ -16,7 +16,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
+from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import ApproximationWarning, CurvatureError, warn
 from laplace.jacobian.blocks import Block
@@ -215,7 +215,7 @@ class SpectralScan(VariancesOverPriors):
             inverses = [1 / torch.stack(block).to(dtype) for block in zip(*values, strict=True)]
             if jacobian.wide and not diagonal:
                 inverses = [widened(inverse) for inverse in inverses]
-            projected = project(dtype)
+            projected = project(dtype, dtype != precisions.dtype)
             if diagonal:
                 total = projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
             else:
@@ -224,9 +224,8 @@ class SpectralScan(VariancesOverPriors):
 
         return at
 
-    def _projected(self, jacobian: Jacobian, dtype: torch.dtype) -> Jacobian:
-        needs_cast = self.largest is not None and dtype == wide_dtype(self.largest.device)
-        return self.project(jacobian.cast(dtype) if needs_cast else jacobian, dtype)
+    def _projected(self, jacobian: Jacobian, dtype: torch.dtype, widens: bool) -> Jacobian:
+        return self.project(jacobian.cast(dtype) if widens else jacobian, dtype)
 
     def _dtype(self, precisions: Tensor) -> torch.dtype:
         """The type in which the smallest of some priors lets outputs be rotated."""
