@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import drawn_seed
-from laplace.core.scores import Ranking, calibration_floor
+from laplace.core.scores import Ranking, RiskCurve, calibration_floor, clustered_floor, gaps_by_datum
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.targets import Summary, mean_of, variance_of
@@ -39,6 +39,9 @@ LEVELS = (50, 90)
 
 _AT_ONCE = 2**16
 """Counts of rows that are read at once, half a MiB: what follows from them stays in a cache."""
+
+_GROUPED = 2**22
+"""Numbers of a table of data and groups of confidence."""
 
 _FEWEST = 20
 """Data below which a standard error is too uncertain itself for a verdict."""
@@ -94,17 +97,21 @@ class Comparison:
         n_data: Number of data.
         n_labels: Number of labels or targets that were scored: more than data with an output per token or pixel.
         names: Names of the two in the table, `("network", "posterior")`; for a mixture the first is `"ensemble"`.
+        n_undefined: Number of labels or targets at which a prediction is NaN; there is no verdict then.
     """
 
     rows: Mapping[str, Row]
     n_data: int
     n_labels: int
     names: tuple[str, str] = ("network", "posterior")
+    n_undefined: int = 0
 
     @property
     def verdict(self) -> str:
         """One sentence: which of the two has the lower NLL, by more than two standard errors, on 20 data or more."""
         row, data = self.rows["nll"], f"{self.n_data:,} data" if self.n_data != 1 else "one datum"
+        if self.n_undefined:
+            return f"no verdict: {self.n_undefined:,} of {self.n_labels:,} predictions are NaN"
         if not math.isfinite(row.difference):
             return f"no verdict: the NLL is {_number(row.network)} and {_number(row.posterior)} on {data}"
         if abs(row.difference) <= _ROUNDING * max(1.0, abs(row.network)):
@@ -263,18 +270,39 @@ def _compared(
     }
     if "agreement" in network:
         rows["accuracy"] = _of_means(network["agreement"].mean(1), posterior["agreement"].mean(1), datum)
-        rows["ece_floor"] = _of_floors(network["confidence"], posterior["confidence"], drawn_seed(generator))
-    rows |= _of_statistics(_statistics(network), _statistics(posterior), datum, generator)
+        rows["ece_floor"] = _of_floors(network, posterior, datum, drawn_seed(generator))
+    by_datum = None
+    if len(datum) > max(_AT_ONCE, int(datum.max()) + 1):
+        by_datum = _statistics_by_datum(network, datum), _statistics_by_datum(posterior, datum)
+    rows |= _of_statistics(_statistics(network), _statistics(posterior), by_datum, datum, generator)
     ordered = {name: rows[name] for name in _TITLES if name in rows}
-    return Comparison(ordered, int(datum.max()) + 1, len(datum), names)
+    undefined = [torch.stack([_is_undefined(v) for v in side.values()]).any(0) for side in (network, posterior)]
+    if bool(torch.stack(undefined).any()):  # NaN is no score: neither a hit nor a miss, nor something to average over
+        sides = [bool(rows.any()) for rows in undefined]
+        ordered = {name: _without_numbers(row, *sides) for name, row in ordered.items()}
+    n_undefined = int(torch.stack(undefined).any(0).sum())
+    return Comparison(ordered, int(datum.max()) + 1, len(datum), names, n_undefined)
 
 
-def _of_floors(network: Tensor, posterior: Tensor, seed: int) -> Row:
-    """Calibration errors of calibrated predictions with confidences `[B, L]`, from the same random numbers."""
+def _is_undefined(values: Tensor) -> Tensor:
+    """Whether a score of a row is NaN, `[B]`."""
+    return values.isnan().reshape(len(values), -1).any(1)
 
-    def floor(confidence: Tensor) -> float:
-        source = torch.Generator().manual_seed(seed)
-        return float(calibration_floor(confidence.flatten(), N_BINS, N_RESAMPLES, source))
+
+def _without_numbers(row: Row, network: bool, posterior: bool) -> Row:
+    """A row without the numbers of one side or both."""
+    return Row(math.nan if network else row.network, math.nan if posterior else row.posterior, math.nan, math.nan)
+
+
+def _of_floors(network: dict[str, Tensor], posterior: dict[str, Tensor], datum: Tensor, seed: int) -> Row:
+    """Calibration errors of calibrated predictions with these confidences `[B, L]`, from the same random numbers."""
+
+    def floor(scores: dict[str, Tensor]) -> float:
+        source, confidence = torch.Generator().manual_seed(seed), scores["confidence"]
+        if len(datum) == int(datum.max()) + 1:
+            return float(calibration_floor(confidence.flatten(), N_BINS, N_RESAMPLES, source))
+        of = datum.repeat_interleave(confidence.shape[1])
+        return float(clustered_floor(confidence.flatten(), scores["agreement"].flatten(), of, N_BINS))
 
     first, second = floor(network), floor(posterior)
     return Row(first, second, second - first, math.nan)
@@ -318,13 +346,63 @@ def _statistics(scores: dict[str, Tensor]) -> Statistics:
     return of_ranking
 
 
+def _statistics_by_datum(scores: dict[str, Tensor], datum: Tensor) -> Statistics:
+    """The same from sums over the rows of every datum: a sample costs no pass over the rows.
+
+    Confidences are in groups of almost equal ones, each of at most 1/256 of all rows.
+    """
+    n_data = int(datum.max()) + 1
+
+    def sums(values: Tensor, of: Tensor, columns: Tensor, width: int) -> Tensor:
+        """Sums `[N, width]` of values of rows, by datum and column."""
+        return values.new_zeros(n_data * width).index_add_(0, of * width + columns, values).view(n_data, width)
+
+    if "square" in scores:
+        squares = sums(scores["square"], datum, torch.zeros_like(datum), 1)
+        sizes = widened(torch.bincount(datum, minlength=n_data)).unsqueeze(1)
+        return lambda counts: {"rmse": (counts @ squares / (counts @ sizes)).sqrt().squeeze(1)}
+    if "agreement" not in scores:
+        return lambda counts: {}
+    confidence, agreement = scores["confidence"].flatten(), scores["agreement"].flatten()
+    of = datum.repeat_interleave(scores["agreement"].shape[1])
+    gaps = gaps_by_datum(confidence, agreement, of, N_BINS)
+    n_groups = min(max(_GROUPED // n_data, 256), 4096)
+    descending = confidence.sort(descending=True).values
+    starts = (-descending[(torch.arange(1, n_groups) * len(descending)) // n_groups]).contiguous()
+    group = torch.searchsorted(starts, -confidence)
+    sizes = sums(torch.ones_like(confidence), of, group, n_groups)
+    errors = sums(1 - agreement, of, group, n_groups)
+
+    def of_ranking(counts: Tensor) -> dict[str, Tensor]:
+        size, wrong = counts @ sizes, counts @ errors
+        curve = RiskCurve(size, wrong, size.cumsum(1), wrong.cumsum(1))
+        return {
+            "ece": (counts @ gaps).abs().sum(1) / size.sum(1),
+            "aurc": curve.mean_risk(),
+            "coverage_at_risk": curve.coverage_at(RISK),
+        }
+
+    return of_ranking
+
+
 def _of_statistics(
-    network: Statistics, posterior: Statistics, datum: Tensor, generator: torch.Generator
+    network: Statistics,
+    posterior: Statistics,
+    by_datum: tuple[Statistics, Statistics] | None,
+    datum: Tensor,
+    generator: torch.Generator,
 ) -> dict[str, Row]:
-    """Statistics of the data, and the spread of their differences over resampled data."""
+    """Statistics of the data, and the spread of their differences over resampled data.
+
+    `by_datum` are the same of data, `[R, N]`, in place of rows: of many rows of few data.
+    """
     once = widened(torch.ones_like(datum)).unsqueeze(0)
     first, second = network(once), posterior(once)
-    samples = [(network(counts), posterior(counts)) for counts in resampled(datum, generator)] if first else []
+    counts = resampled(datum, generator) if first else ()
+    if by_datum is not None:
+        network, posterior = by_datum
+        counts = resampled(torch.arange(int(datum.max()) + 1), generator) if first else ()
+    samples = [(network(times), posterior(times)) for times in counts]
     rows: dict[str, Row] = {}
     for name in first:
         values = float(first[name]), float(second[name])

@@ -309,13 +309,14 @@ def compare_probabilities(
     *,
     names: tuple[str, str] = ("network", "posterior"),
     generator: torch.Generator | None = None,
+    datum: Tensor | None = None,
 ) -> Comparison:
     """Comparison of two predictions of the same labels: the table of `la.compare`, without a posterior.
 
     The two may be of anything that gives probabilities: a network and its temperature scaling, two ensembles, … The
     NLL is that of `nll`, where a probability of 0 counts as the smallest number of its dtype, so that it is finite.
-    The data are the first dimension: standard errors know that other labels of a datum, of its tokens or pixels, are
-    not independent of each other.
+    The data are the first dimension, unless `datum` says otherwise: standard errors know that other labels of a datum,
+    of its tokens or pixels, are not independent of each other.
 
     Args:
         network: Class probabilities `[..., C]`, those to compare with.
@@ -324,9 +325,10 @@ def compare_probabilities(
         ignore_index: Label of rows to be ignored.
         names: Names of the two in the table, e.g. `("network", "temperature scaling")`.
         generator: Random generator of resampled data and labels; None for seed 0. Equal seeds give equal results.
+        datum: Index of the datum that every entry of the first dimension belongs to, `[N]`; None: each is one.
 
     Raises:
-        InvalidArgument: There are not two names.
+        InvalidArgument: There are not two names, or another number of indices.
         InvalidData: As for `nll`, or the shapes of the two differ.
     """
     from laplace.comparison import ScoredData, scores_of
@@ -341,7 +343,7 @@ def compare_probabilities(
             f"got probabilities {list(network.shape)} and {list(posterior.shape)}; both must be of the same data and "
             "classes."
         )
-    datum = torch.arange(len(y)).repeat_interleave(math.prod(network.shape[1:-1]))
+    datum = check_datum(datum, len(y)).repeat_interleave(math.prod(network.shape[1:-1]))
     if y.shape != network.shape:
         datum = datum[(y.reshape(-1) != ignore_index).cpu()]
     likelihood, nothing = Categorical(ignore_index=None), torch.zeros(())
@@ -350,6 +352,20 @@ def compare_probabilities(
     data.add(first, second, datum)
     source = torch.Generator().manual_seed(0) if generator is None else generator
     return data.compared(torch.Generator().manual_seed(drawn_seed(source)), (str(names[0]), str(names[1])))
+
+
+def check_datum(datum: Tensor | None, n_rows: int) -> Tensor:
+    """Indices of the data that rows belong to, `[N]`; without any every row is a datum.
+
+    Raises:
+        InvalidArgument: Another shape, or no integers.
+    """
+    if datum is None:
+        return torch.arange(n_rows)
+    if not isinstance(datum, Tensor) or datum.shape != (n_rows,) or datum.is_floating_point():
+        shape = list(getattr(datum, "shape", []))
+        raise InvalidArgument(f"datum of shape {shape}; integers [{n_rows}], the datum of every row, are accepted.")
+    return datum.cpu().unique(return_inverse=True)[1]
 
 
 brier_score = brier

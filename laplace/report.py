@@ -31,7 +31,7 @@ from laplace import metrics, plotting
 from laplace.comparison import N_BINS, Comparison, ScoredData, scores_of
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import check_generator
-from laplace.core.scores import Ranking, calibrated_draws
+from laplace.core.scores import Ranking, calibrated_draws, gaps_by_datum, signed_draws, sums_by_datum
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.gaussian import Gaussian
 
@@ -325,6 +325,7 @@ def of_probabilities(
     classes: Sequence[str] | None = None,
     names: tuple[str, str] = ("network", "posterior"),
     generator: torch.Generator | None = None,
+    datum: Tensor | None = None,
 ) -> Report:
     """Report on class probabilities of any model.
 
@@ -337,10 +338,12 @@ def of_probabilities(
         classes: Names of the C classes; None for their indices.
         names: Names of the model to compare with and of the one in question; the second alone without `network`.
         generator: Random generator of what is drawn; None for seed 0. Equal seeds give equal reports.
+        datum: Index of the input that every row belongs to, `[N]`, of tokens or pixels, which are not independent; None
+            where every row is one.
 
     Raises:
         InvalidArgument: Names that are no two texts, or not one per class; one prediction of other inputs where there
-            are two models.
+            are two models; or not one index per row.
         InvalidData: Shapes do not match, rows are no probabilities, or labels are no classes.
     """
     source = _source(generator)
@@ -348,14 +351,15 @@ def of_probabilities(
     _require_rows(probs, "probs")
     if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point() or len(y) != len(probs):
         raise InvalidData(f"y of shape {list(getattr(y, 'shape', []))}; integer labels [N] of {len(probs)} inputs.")
-    counts = y != metrics.IGNORE_INDEX
+    counts, datum = y != metrics.IGNORE_INDEX, metrics.check_datum(datum, len(y))
+    datum = datum[counts.cpu()].unique(return_inverse=True)[1]
     probs, y, network = probs[counts], y[counts], None if network is None else network[counts]
     for rows, name in ((probs, "probs"), (network, "network")):
         if rows is not None:
             _require_sums(rows, name)
     comparison = metrics.compare_probabilities(
         probs if network is None else network, probs, y, names=(second if network is None else first, second),
-        generator=source,
+        generator=source, datum=datum,
     )  # fmt: skip
     if classes is not None and len(classes) != probs.shape[1]:
         raise InvalidArgument(f"classes= has {len(classes)} names for {probs.shape[1]} classes.")
@@ -366,12 +370,13 @@ def of_probabilities(
     strange = _strange(ood, network is not None, probs.shape[1])
     for rows in strange:
         _require_sums(rows, "ood")
-    verdicts = [_verdict_of_classes(model, y, source) for model in models]
-    rows = _class_rows(probs.detach(), y, classes)
+    verdicts = [_verdict_of_classes(model, y, datum, source) for model in models]
+    rows = _class_rows(probs.detach(), y, datum, classes)
     flagged = tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))  # Bonferroni's correction
-    advice = _advice(verdicts, comparison, len(models), len(y), flagged)
+    n_data = comparison.n_data
+    advice = _advice(verdicts, comparison, len(models), n_data, flagged)
     shown = tuple(sorted(rows, key=lambda row: row.p_value)[:_SHOWN])
-    report = Report(tuple(verdicts), comparison, shown, {}, advice, len(y), models, y)
+    report = Report(tuple(verdicts), comparison, shown, {}, advice, n_data, models, y)
     return report.with_strangers(dict(map(strangers_of, models, strange)))
 
 
@@ -384,6 +389,7 @@ def of_gaussians(
     ood: Tensor | tuple[Tensor, Tensor] | None = None,
     names: tuple[str, str] = ("network", "posterior"),
     generator: torch.Generator | None = None,
+    datum: Tensor | None = None,
 ) -> Report:
     """Report on Gaussian predictions of any model.
 
@@ -395,6 +401,7 @@ def of_gaussians(
         ood: Variances `[M, C]` or `[M]` for inputs of another kind; with `network` those of both, as a pair.
         names: Names of the model to compare with and of the one in question; the second alone without `network`.
         generator: Random generator of what is drawn; None for seed 0. Equal seeds give equal reports.
+        datum: As in `of_probabilities`.
 
     Raises:
         InvalidArgument: Names that are no two texts; one prediction of other inputs where there are two models.
@@ -406,14 +413,14 @@ def of_gaussians(
     sides = [Predictions(second, _checked_moments(mean, variance, y))]
     if network is not None:
         sides.append(Predictions(first, _checked_moments(*network, y)))
-    n_outputs, datum = y.shape[1], torch.arange(len(y))
+    n_outputs, datum = y.shape[1], metrics.check_datum(datum, len(y))
     data = ScoredData()
     data.add(_scores_of_targets(sides[-1], y), _scores_of_targets(sides[0], y), datum)
     comparison = data.compared(source, (sides[-1].name, second))
     strange = _strange(ood, network is not None, n_outputs)
-    verdicts = [_verdict_of_targets(side, y) for side in sides]
-    advice = _advice(verdicts, comparison, len(sides), len(y), ())
-    report = Report(tuple(verdicts), comparison, (), {}, advice, len(y), tuple(sides), y)
+    verdicts, n_data = [_verdict_of_targets(side, y, datum) for side in sides], comparison.n_data
+    advice = _advice(verdicts, comparison, len(sides), n_data, ())
+    report = Report(tuple(verdicts), comparison, (), {}, advice, n_data, tuple(sides), y)
     return report.with_strangers(dict(map(strangers_of, sides, strange)))
 
 
@@ -427,16 +434,22 @@ def strangers_of(model: Predictions, other: Tensor) -> tuple[str, Strangers]:
 # Verdicts.
 
 
-def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) -> Verdict:
+def _verdict_of_classes(model: Predictions, y: Tensor, datum: Tensor, source: torch.Generator) -> Verdict:
+    """By draws of the labels; where data have several of them, which depend on each other, by signs of data's gaps."""
     confidence, right = _top(model.probs, y)
-    n, mean, share = len(right), float(confidence.mean()), float(right.mean())
-    error = math.sqrt(share * (1 - share) / n)
+    n, mean, share = int(datum.max()) + 1, float(confidence.mean()), float(right.mean())
+    is_one_each = n == len(right)
+    error = math.sqrt(share * (1 - share) / n) if is_one_each else _error_of_mean(right, datum)
     at = f"at {100 * mean:.1f} % mean confidence {{}} is right in {100 * share:.1f} ± {100 * error:.1f} %"
     if n < FEWEST:
         return Verdict(model.name, "unknown", f"Too few labels for a verdict ({n}) on {_the(model.name)}.")
     ranking = Ranking.of(confidence, right)
     observed = float(ranking.calibration_error(ranking.once, N_BINS))
-    errors, shares = calibrated_draws(confidence, N_BINS, N_DRAWS, source)
+    if is_one_each:
+        errors, shares = calibrated_draws(confidence, N_BINS, N_DRAWS, source)
+    else:
+        errors, shifts = signed_draws(gaps_by_datum(confidence, right, datum, N_BINS), len(right), N_DRAWS, source)
+        shares = mean + shifts
     fewer, more = int((shares <= share).sum()), int((shares >= share).sum())
     larger = int((errors >= observed * (1 - _TIE)).sum())
     p_values = {"accuracy": min(1.0, 2 * (min(fewer, more) + 1) / (N_DRAWS + 1)), "ece": (larger + 1) / (N_DRAWS + 1)}
@@ -458,19 +471,21 @@ def _verdict_of_classes(model: Predictions, y: Tensor, source: torch.Generator) 
     return Verdict(model.name, "calibrated", sentence, p_values)
 
 
-def _verdict_of_targets(model: Predictions, y: Tensor) -> Verdict:
+def _verdict_of_targets(model: Predictions, y: Tensor, datum: Tensor) -> Verdict:
     """By the mean of u = |2 Φ(z) − 1|, 1/2 ± 1/√(12 n) if calibrated, and of Φ(z), of rows with one output each.
 
-    Of several outputs, whose errors are not independent, n is the number of rows and the variance that of their means.
+    Of several outputs, whose errors are not independent, n is the number of rows and the variance that of their means;
+    of several rows of one datum it is the number of data, and the variance that of their sums.
     """
-    n = len(y)
+    n = int(datum.max()) + 1
     if n < FEWEST:
         return Verdict(model.name, "unknown", f"Too few targets for a verdict ({n}) on {_the(model.name)}.")
     place = _places(model, y)
     outer, centre = (2 * place - 1).abs().mean(1) - 0.5, place.mean(1) - 0.5
-    p_values = {"width": _p_of_mean(outer, y.shape[1]), "bias": _p_of_mean(centre, y.shape[1])}
-    inside = float(widened((2 * place - 1).abs() <= 0.9).mean())
-    error = math.sqrt(0.09 / n)
+    p_values = {"width": _p_of_mean(outer, datum, y.shape[1]), "bias": _p_of_mean(centre, datum, y.shape[1])}
+    within = widened((2 * place - 1).abs() <= 0.9)
+    inside = float(within.mean())
+    error = math.sqrt(0.09 / n) if n == len(y) else _error_of_mean(within.mean(1), datum)
     at = f"its 90 % intervals hold {100 * inside:.1f} ± {100 * error:.1f} % of the targets"
     subject = _capital(_the(model.name))
     if p_values["width"] < LEVEL:
@@ -483,16 +498,27 @@ def _verdict_of_targets(model: Predictions, y: Tensor) -> Verdict:
     return Verdict(model.name, "calibrated", f"{subject} shows no miscalibration beyond chance: {at}.", p_values)
 
 
-def _p_of_mean(values: Tensor, n_outputs: int) -> float:
+def _error_of_mean(values: Tensor, datum: Tensor) -> float:
+    """Standard error of a mean over rows `[R]` that depend on each other within a datum (Liang and Zeger, 1986)."""
+    sums = sums_by_datum(values - values.mean(), datum)
+    return float((sums.square().sum() * len(sums) / (len(sums) - 1)).sqrt()) / len(values)
+
+
+def _p_of_mean(values: Tensor, datum: Tensor, n_outputs: int) -> float:
     """Two-sided p value of a mean of rows being 0; of one output the variance 1/12 of a uniform number is known."""
+    if len(values) > int(datum.max()) + 1:
+        return math.erfc(abs(float(values.mean())) / max(_error_of_mean(values, datum), 1e-300) / math.sqrt(2))
     deviation = math.sqrt(1 / 12) if n_outputs == 1 else float(values.std())
     return math.erfc(abs(float(values.mean())) * math.sqrt(len(values)) / max(deviation, 1e-300) / math.sqrt(2))
 
 
-def _class_rows(probs: Tensor, y: Tensor, classes: Sequence[str] | None) -> list[ClassRow]:
+def _class_rows(probs: Tensor, y: Tensor, datum: Tensor, classes: Sequence[str] | None) -> list[ClassRow]:
     rows, n, wide = [], len(y), widened(probs)
     frequency = widened(torch.bincount(y, minlength=probs.shape[1])) / n
     predicted, error = wide.mean(0), (wide * (1 - wide)).sum(0).sqrt() / n
+    if n > int(datum.max()) + 1:
+        gaps = sums_by_datum(torch.nn.functional.one_hot(y, probs.shape[1]) - wide, datum.to(y.device))
+        error = gaps.square().sum(0).sqrt() / n
     for k in range(probs.shape[1]):
         z = float((frequency[k] - predicted[k]).abs() / error[k].clamp(min=1e-300))
         name = str(k) if classes is None else classes[k]

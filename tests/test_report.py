@@ -42,7 +42,9 @@ def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(report, "N_DRAWS", 300)
     found = [report.Predictions("model", classes(kind, seed=seed)[:1]) for seed in range(100)]
     verdicts = [
-        report._verdict_of_classes(model, classes(kind, seed=seed)[1], torch.Generator().manual_seed(seed)).kind
+        report._verdict_of_classes(
+            model, classes(kind, seed=seed)[1], torch.arange(1000), torch.Generator().manual_seed(seed)
+        ).kind
         for seed, model in enumerate(found)
     ]
     assert verdicts.count(kind) >= 95
@@ -51,7 +53,9 @@ def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", SCALES)
 def test_verdicts_of_targets_are_right(kind: str) -> None:
     cases = [targets(kind, seed=seed) for seed in range(100)]
-    verdicts = [report._verdict_of_targets(report.Predictions("m", (m, v)), y).kind for m, v, y in cases]
+    verdicts = [
+        report._verdict_of_targets(report.Predictions("m", (m, v)), y, torch.arange(len(y))).kind for m, v, y in cases
+    ]
     assert verdicts.count(kind) >= 95
 
 
@@ -303,3 +307,38 @@ def test_columns_are_distinct_and_printable(tmp_path: Path) -> None:
     assert "\x1b" not in str(report._of_file(str(path), None, "model"))
     with pytest.raises(InvalidArgument, match="more than once"):
         report.of_probabilities(*classes("calibrated"), classes=["a", "a", "b", "c", "d"])
+
+
+# Several labels of one datum.
+
+
+@pytest.mark.parametrize("kind", ["classes", "targets"])
+def test_pixels_of_one_image_are_no_evidence_each(kind: str) -> None:
+    """Labels that all pixels of an image share: calibrated, and only the images are independent of each other."""
+    draws, n, size = torch.Generator().manual_seed(5), 60, 100
+    datum = torch.arange(n).repeat_interleave(size)
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0)}
+    if kind == "classes":
+        y = (torch.rand(n, generator=draws) > 0.8).long()[datum]
+        probs = torch.tensor([[0.8, 0.2]]).expand(n * size, 2)
+        apart, together = (report.of_probabilities(probs, y, datum=of, **options) for of in (None, datum))
+        share = (y == 0).double().view(n, size).mean(1)
+    else:
+        y = torch.randn(n, generator=draws)[datum]
+        nothing, one = torch.zeros(n * size), torch.ones(n * size)
+        apart, together = (report.of_gaussians(nothing, one, y, datum=of, **options) for of in (None, datum))
+        share = (y.abs() <= 1.6449).double().view(n, size).mean(1)
+    assert together.n_data == n and apart.n_data == n * size
+    assert together.verdicts[0].kind == "calibrated" and apart.verdicts[0].kind != "calibrated"
+    assert f"{100 * float(share.mean()):.1f} ± {100 * float(share.std() / n**0.5):.1f} %" in together.verdict
+    with pytest.raises(InvalidArgument, match="datum of shape"):
+        report.of_gaussians(torch.zeros(3), torch.ones(3), torch.zeros(3), datum=torch.zeros(2))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.95])
+def test_pixels_that_are_miscalibrated_are_found(share: float) -> None:
+    draws, n, size = torch.Generator().manual_seed(4), 200, 30
+    y = (torch.rand(n * size, generator=draws) > share).long()
+    probs = torch.tensor([[0.8, 0.2]]).expand(n * size, 2)
+    found = report.of_probabilities(probs, y, datum=torch.arange(n).repeat_interleave(size))
+    assert found.verdicts[0].kind == ("over-confident" if share < 0.8 else "under-confident")

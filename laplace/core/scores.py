@@ -225,6 +225,42 @@ def calibrated_draws(
     return torch.stack(errors) / len(confidence), torch.stack(accuracies)
 
 
+def sums_by_datum(values: Tensor, datum: Tensor) -> Tensor:
+    """Sums `[N, ...]` over the rows `[R, ...]` of every datum, whose indices `[R]` are 0 to N − 1."""
+    return values.new_zeros(int(datum.max()) + 1, *values.shape[1:]).index_add_(0, datum, values)
+
+
+def gaps_by_datum(confidence: Tensor, agreement: Tensor, datum: Tensor, n_bins: int) -> Tensor:
+    """Σ (agreement − confidence) over the rows of every datum in every bin of the confidence, `[N, M]`, float64."""
+    gap = widened(agreement) - widened(confidence)
+    cells = datum * n_bins + confidence_bins(confidence, n_bins)
+    n_data = int(datum.max()) + 1
+    return gap.new_zeros(n_data * n_bins).index_add_(0, cells, gap).view(n_data, n_bins)
+
+
+def clustered_floor(confidence: Tensor, agreement: Tensor, datum: Tensor, n_bins: int) -> Tensor:
+    """Calibration error expected of calibrated rows that depend on each other within a datum, 0-dim, float64.
+
+    The gap of a bin is a sum over data, about normal, whose variance is estimated by Σ_n (g_n − ḡ)² (Liang and Zeger,
+    1986): the mean of its absolute value is √(2/π) standard deviations.
+    """
+    gaps = gaps_by_datum(confidence, agreement, datum, n_bins)
+    variance = (gaps - gaps.mean(0)).square().sum(0) * len(gaps) / max(1, len(gaps) - 1)
+    return (2 / math.pi * variance).sqrt().sum() / len(confidence)
+
+
+def signed_draws(gaps: Tensor, n_rows: int, n_draws: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Calibration errors, and accuracies less mean confidences, `[R]` each, under the hypothesis of calibration.
+
+    Then the gaps of a datum, `[N, M]`, are as likely with the other sign, whatever its rows have to do with each other
+    (the wild bootstrap: Wu, 1986).
+    """
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    signs = widened(torch.randint(2, (n_draws, len(gaps)), generator=source)).to(gaps) * 2 - 1
+    drawn = signs @ gaps / n_rows
+    return drawn.abs().sum(1), drawn.sum(1)
+
+
 def calibration_floor(confidence: Tensor, n_bins: int, n_draws: int, generator: torch.Generator | None) -> Tensor:
     """Mean calibration error of calibrated rows, 0-dim, float64; arguments as of `calibrated_draws`."""
     return calibrated_draws(confidence, n_bins, n_draws, generator)[0].mean()

@@ -130,6 +130,8 @@ def reported(
     inside: list[Tensor] = []
     outside: list[Tensor] = []
     labels: list[Tensor] = []
+    datum: list[Tensor] = []
+    n_data = 0
     data = Validation(loader, ood, progress_bar=progress_bar)
     with group.same_random_states(), autograd_mode(), torch.no_grad():
         for name, x, y in data.batches(first, "report"):
@@ -137,6 +139,9 @@ def reported(
                 rows, posterior, network = both(x)
                 targets = Targets.of(first, network[0], y, rows.positions)
                 labels.append(targets.counted(network[0])[1])
+                of = n_data + torch.arange(len(network[0])) // math.prod(rows.positions)
+                datum.append(of if targets.rows is None else of[targets.rows.cpu()])
+                n_data += len(of) // math.prod(rows.positions)
                 for side, values in zip(sides, (posterior, network), strict=True):
                     side.append([targets.counted(value)[0] for value in values])
                 if ranking is not None:
@@ -148,12 +153,12 @@ def reported(
                     outside.append(ranking.scores(x)[0][score])
     ours, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
     names = ("ensemble" if len(group.posteriors) > 1 else "network", "posterior")
-    y = torch.cat(labels).cpu()
+    y, of_rows = torch.cat(labels).cpu(), torch.cat(datum)
     if likelihood.has_noise:
         (mean, variance), network = ours, (theirs[0], theirs[1])
-        found = of_gaussians(mean, variance, y, network=network, names=names, generator=drawn)
+        found = of_gaussians(mean, variance, y, network=network, names=names, generator=drawn, datum=of_rows)
     else:
-        found = of_probabilities(ours[0], y, network=theirs[0], names=names, generator=drawn)
+        found = of_probabilities(ours[0], y, network=theirs[0], names=names, generator=drawn, datum=of_rows)
     if ranking is not None:
         told = Strangers(f"{score} of la.ood_score", torch.cat(inside).squeeze(1), torch.cat(outside))
         others = strangers_of(Predictions(names[0], tuple(theirs)), torch.cat(network_outside).cpu())

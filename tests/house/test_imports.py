@@ -264,7 +264,7 @@ assert all(structure.name == name for name, structure in STRUCTURES.items())
 assert all(likelihood.name == name for name, likelihood in LIKELIHOODS.items())
 print(len(STRUCTURES), len(LIKELIHOODS), len(FAMILIES))
 """
-    assert printed(script) == ["8", "6", "3"]
+    assert printed(script) == ["8", "7", "3"]
 
 
 @pytest.mark.parametrize("base", ["BaseLaplace", "baselaplace.BaseLaplace", "laplace.BaseLaplace"])

@@ -8,13 +8,13 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Comparison, FunctionalLaplace, Laplace, MixtureLaplace, VaLLA
+from laplace import Comparison, FunctionalLaplace, Laplace, MixtureLaplace, VaLLA, comparison
 from laplace.comparison import N_RESAMPLES, Row, resampled
 from laplace.core.random_numbers import drawn_seed
 from laplace.errors import (
@@ -671,3 +671,53 @@ def test_a_likelihood_of_ones_own_has_the_likelihood_alone() -> None:
     rates = model(x).detach().exp()
     assert list(found.rows) == ["nll"]
     assert_close(found.rows["nll"].network, (-torch.distributions.Poisson(rates).log_prob(y)).sum(1).mean(), "algebra")
+
+
+def test_many_rows_of_few_data_are_resampled_by_datum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of every datum serve all samples: standard errors are those of rows, to the width of a group."""
+    draws, n, size = torch.Generator().manual_seed(0), 40, 500
+    y = torch.randint(3, (n, size), generator=draws)
+    logits = torch.randn(n, size, 3, generator=draws) + 2 * torch.nn.functional.one_hot(y, 3) * torch.rand(n, 1, 1)
+    probs = logits.double().softmax(2), (0.5 * logits).double().softmax(2)
+    by_rows = compare_probabilities(*probs, y)
+    monkeypatch.setattr(comparison, "_AT_ONCE", n)
+    by_data = compare_probabilities(*probs, y)
+    for name, row in by_rows.rows.items():
+        assert (row.network, row.posterior) == (by_data.rows[name].network, by_data.rows[name].posterior)
+        if name != "ece_floor":
+            assert abs(by_data.rows[name].standard_error - row.standard_error) <= 0.05 * row.standard_error + 2e-4
+
+
+@pytest.mark.parametrize("likelihood", ["heteroscedastic", "mean_log_variance"])
+def test_intervals_of_a_noise_that_is_hardly_known_count_as_they_are(likelihood: str) -> None:
+    """No row is NaN, none is infinite, and coverage is that of quantiles of y."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 3, generator=draws)
+    y = torch.randn(30, 3, generator=draws)
+    la: Any = Laplace(grid.network(likelihood), cast("Any", likelihood), "all", "full", prior_precision=1e-3)
+    la.fit([(x, y)])
+    strange = 30 * torch.randn(40, 3, generator=draws)
+    mean, variance = la(strange)
+    assert bool(mean.isfinite().all() and variance.isfinite().all() and (variance > 0).all())
+    found = la.compare([(strange, y.repeat(2, 1)[:40])])
+    assert all(math.isfinite(value) for row in found.rows.values() for value in (row.network, row.posterior))
+    latent = la.predict(strange).latent
+    below = la.likelihood_object.target.pairs.of(latent.mean, latent.covariance).below(y.repeat(2, 1)[:40].double())
+    assert found.rows["coverage_90"].posterior == float(((below - 0.5).abs() <= 0.45).double().mean())
+
+
+def test_what_is_no_number_is_in_no_verdict() -> None:
+    """Predictions of a user's own that are NaN are neither hits nor misses, and nobody wins."""
+
+    class Gaps(type(grid.fitted("all", "full", "regression"))):
+        def __call__(self, x: Any, *arguments: Any, **options: Any) -> Any:
+            mean, variance = super().__call__(x, *arguments, **options)
+            return mean.index_fill(0, torch.tensor([1]), math.nan), variance
+
+    x, y = grid.data("regression")
+    la = Gaps(grid.network("regression"), "regression")
+    la.fit([(x, y)])
+    found = la.compare([(grid.data("regression", seed=9)[0], y)])
+    assert found.verdict.startswith("no verdict: 1 of 12")
+    assert all(math.isnan(row.posterior) for row in found.rows.values())
+    assert all(math.isfinite(row.network) for row in found.rows.values())
