@@ -351,15 +351,15 @@ def of_probabilities(
     _require_rows(probs, "probs")
     if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point() or len(y) != len(probs):
         raise InvalidData(f"y of shape {list(getattr(y, 'shape', []))}; integer labels [N] of {len(probs)} inputs.")
-    counts, datum = y != metrics.IGNORE_INDEX, metrics.check_datum(datum, len(y))
-    datum = datum[counts.cpu()].unique(return_inverse=True)[1]
+    counts = y != metrics.IGNORE_INDEX
+    of = metrics.check_datum(datum, len(y))[counts.cpu()].unique(return_inverse=True)[1]
     probs, y, network = probs[counts], y[counts], None if network is None else network[counts]
     for rows, name in ((probs, "probs"), (network, "network")):
         if rows is not None:
             _require_sums(rows, name)
     comparison = metrics.compare_probabilities(
         probs if network is None else network, probs, y, names=(second if network is None else first, second),
-        generator=source, datum=datum,
+        generator=source, datum=of,
     )  # fmt: skip
     if classes is not None and len(classes) != probs.shape[1]:
         raise InvalidArgument(f"classes= has {len(classes)} names for {probs.shape[1]} classes.")
@@ -370,8 +370,8 @@ def of_probabilities(
     strange = _strange(ood, network is not None, probs.shape[1])
     for rows in strange:
         _require_sums(rows, "ood")
-    verdicts = [_verdict_of_classes(model, y, datum, source) for model in models]
-    rows = _class_rows(probs.detach(), y, datum, classes)
+    verdicts = [_verdict_of_classes(model, y, of, source) for model in models]
+    rows = _class_rows(probs.detach(), y, of, classes)
     flagged = tuple(row.name for row in rows if row.p_value < LEVEL / len(rows))  # Bonferroni's correction
     n_data = comparison.n_data
     advice = _advice(verdicts, comparison, len(models), n_data, flagged)

@@ -328,6 +328,10 @@ class Target:
         """E[y] and Var(y) in a summary for `scores`, `[B, C]` each; None of targets that are no numbers."""
         return None
 
+    def chance(self, n_outputs: int) -> float | None:
+        """Negative log likelihood of a guess that knows nothing of the labels; None of what is no label."""
+        return None
+
     def below(self, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor | None:
         """P(Y ≤ y) of every target, `[B, C]`, float64: of Gaussians with these moments; None of what is no number."""
         moments = self.moments_of(summary, sigma)
@@ -432,6 +436,10 @@ class ClassTarget(LabelTarget):
             "ece": lambda _likelihood, p, y, _: scores.binned_gaps(mean_of(p), y, N_BINS),
         }
 
+    def chance(self, n_outputs: int) -> float:
+        """Log C."""
+        return math.log(n_outputs)
+
     def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the most probable class, `[B, 1]`."""
         confidence, predicted = mean_of(summary).max(-1, keepdim=True)
@@ -462,6 +470,10 @@ class BinaryTarget(LabelTarget):
             "confidence": lambda _likelihood, p, *_: scores.binary_confidence(mean_of(p)),
             "entropy": lambda _likelihood, p, *_: scores.binary_entropy(mean_of(p)),
         }
+
+    def chance(self, n_outputs: int) -> float:
+        """C log 2."""
+        return n_outputs * math.log(2)
 
     def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
         """Those of every label, `[B, C]`; of a probability of ½ each label is right as often as the other."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import nested
+from laplace.core.content import Content
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.errors import InvalidArgument
 
@@ -68,6 +69,7 @@ class Calibration:
     table: dict[str, Tensor] = field(repr=False)
     approximate: str = ""
     reference: str = "network"
+    _content: Content | None = field(default=None, repr=False)  # of validation data, to know them again; in no state
     _undo: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
@@ -162,7 +164,7 @@ class Calibration:
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings, from which it is made again."""
         state = self._values() | {"before": self.before.state(), "table": dict(self.table)}
-        return {name: value for name, value in state.items() if name != "_undo"}
+        return {name: value for name, value in state.items() if name not in ("_undo", "_content")}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Calibration:

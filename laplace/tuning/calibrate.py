@@ -35,7 +35,7 @@ from laplace.refinement.leave_one_out import LeaveOneOut, computed
 from laplace.tuning.candidates import MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import held_out_part, refits_of_head
-from laplace.tuning.losses import Prediction, Targets, Validation, find_score
+from laplace.tuning.losses import Prediction, Targets, Validation, find_score, warn_if_worse_than_chance
 from laplace.weights.last_layer import LastLayer
 
 Latents = tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]
@@ -213,6 +213,8 @@ def calibrate(
         for piece in pieces:
             scores.read(piece)
     scores.check_labels()
+    squares = network_noise.square() if now.likelihood.has_noise and grid.noise else None
+    warn_if_worse_than_chance(now.first, scores.n_data, scores.network_nll if scores.n_data else math.nan, squares)
     if scores.n_data < 2:
         raise InvalidData(f"{scores.n_data} held-out datum; a calibration takes at least two, better a hundred.")
     if scores.n_data < FEW:

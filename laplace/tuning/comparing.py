@@ -36,7 +36,7 @@ from laplace.report import (
 )
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.losses import Targets, Validation
+from laplace.tuning.losses import Targets, Validation, warn_if_worse_than_chance
 from laplace.tuning.ood import Ranking, checked_methods, default_method
 
 Predict = Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction]
@@ -80,7 +80,14 @@ def compare(
             data.add(network, posterior, inputs if targets.rows is None else inputs[targets.rows.cpu()])
             n_data += len(f[0]) // math.prod(positions)
     several = len(group.posteriors) > 1
-    return data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
+    found = data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
+    _warn_if_worse_than_chance(first, found)
+    return found
+
+
+def _warn_if_worse_than_chance(posterior: Posterior, found: Comparison) -> None:
+    squares = torch.tensor(found.rows["rmse"].network).square() if "rmse" in found.rows else None
+    warn_if_worse_than_chance(posterior, found.n_data, found.rows["nll"].network, squares)
 
 
 def reported(
@@ -159,6 +166,7 @@ def reported(
         found = of_gaussians(mean, variance, y, network=network, names=names, generator=drawn, datum=of_rows)
     else:
         found = of_probabilities(ours[0], y, network=theirs[0], names=names, generator=drawn, datum=of_rows)
+    _warn_if_worse_than_chance(first, found.comparison)
     if ranking is not None:
         told = Strangers(f"{score} of la.ood_score", torch.cat(inside).squeeze(1), torch.cat(outside))
         others = strangers_of(Predictions(names[0], tuple(theirs)), torch.cat(network_outside).cpu())

@@ -7,7 +7,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.content import ContentReader, warn_of_training_data
+from laplace.core.content import Content, ContentReader, warn_of_training_data
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import DataWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.fitting.processes import without_padding
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
@@ -308,6 +308,7 @@ class Validation:
     progress_bar: bool = False
     processes: Processes | None = None  # whose loaders have the other shards of the data
     refuse_training_data: bool = False  # whether data of the fit are an error, and not a warning
+    seen: list[Content] = field(default_factory=list)  # the digest of the data, once they were read
 
     def __post_init__(self) -> None:
         if not 0 <= self.ood_weight < math.inf:
@@ -333,6 +334,14 @@ class Validation:
                 yield name, *data
                 bar.add(len(data[1]))
         bar.close()
+        self.seen[:] = [content.content]
+        calibration = posterior.calibration
+        if calibration is not None and calibration._content is not None and calibration._content.holds(content.content):
+            warn(
+                "these are the data by which la.calibrate chose the posterior: their scores are better than those of "
+                "others. Give data that it has not seen.",
+                DataWarning,
+            )
         if posterior.data is not None and posterior.data.content is not None:
             if self.refuse_training_data and posterior.data.content.holds(content.content):
                 raise InvalidData(
@@ -359,6 +368,36 @@ class Validation:
     def less_entropy(self, loss: Tensor, entropy: Tensor, n_ood: int, n_data: int) -> Tensor:
         """The loss minus λ times the entropy outside: sums over data in equation 12, here divided by their number."""
         return loss - self.ood_weight * n_ood / n_data * entropy
+
+
+_SURELY = 1.25
+"""Ratio to the loss of a guess from which a loss is worse than chance, whatever data it is of."""
+
+_FEWEST = 20
+"""Data below which a loss says nothing of that."""
+
+_LARGEST_RESIDUAL = 10.0
+"""Ratio of residuals on other data and on those of the fit."""
+
+
+def warn_if_worse_than_chance(posterior: Posterior, n_data: int, nll: float, squares: Tensor | None = None) -> None:
+    """Warns of data on which a network is no better than a guess, as of a class order or units of another time.
+
+    `nll` is the network's mean negative log likelihood, `squares` are mean squares of a regression's residuals.
+    """
+    likelihood, fit = posterior.likelihood, posterior.map_fit
+    if n_data < _FEWEST:
+        return
+    chance, told = likelihood.target.chance(fit.n_outputs), ""
+    if chance is not None and nll > _SURELY * chance:
+        told = f"the network's negative log likelihood is {nll:.3g} on these data, worse than {chance:.3g} by chance"
+    known = likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    if squares is not None and known is not None:
+        there, here = known.mean().sqrt().item(), squares.mean().sqrt().item()
+        if 0 < there < here / _LARGEST_RESIDUAL:
+            told = f"the network's residuals are {here:.3g} on these data, {here / there:.3g} times those of the fit"
+    if told:
+        warn(f"{told}: same class order, same preprocessing?", DataWarning)
 
 
 @dataclass(frozen=True, eq=False)

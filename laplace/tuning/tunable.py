@@ -160,6 +160,7 @@ class Tunable(ABC):
                 val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
                 data = Validation(val_loader, progress_bar=progress_bar, refuse_training_data=True)
                 chosen = search.calibrate(group, [search.Piece(group, data)], grid, "validation data")
+                chosen = replace(chosen, _content=data.seen[-1])
             elif train_loader is None:
                 raise InvalidArgument(
                     "calibrate needs held-out data: give val_loader=, labelled data that training has not seen; or "

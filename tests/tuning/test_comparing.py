@@ -721,3 +721,30 @@ def test_what_is_no_number_is_in_no_verdict() -> None:
     assert found.verdict.startswith("no verdict: 1 of 12")
     assert all(math.isnan(row.posterior) for row in found.rows.values())
     assert all(math.isfinite(row.network) for row in found.rows.values())
+
+
+@pytest.mark.parametrize("call", ["compare", "calibrate", "report"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_worse_than_chance_is_said(call: str, likelihood: str) -> None:
+    """Labels in another order, and targets in other units."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 3, generator=draws)
+    model = nn.Linear(3, 3)
+    model.load_state_dict({"weight": 5 * torch.eye(3), "bias": torch.zeros(3)})
+    y = x.argmax(1) if likelihood == "classification" else 5 * x + 0.1 * torch.randn(100, 3, generator=draws)
+    la: Any = Laplace(model, cast("Any", likelihood), "all", "full", **({} if y.ndim == 1 else {"sigma_noise": 0.1}))
+    la.fit([(x[:50], y[:50])])
+    getattr(la, call)([(x[50:], y[50:])])
+    if call == "calibrate":
+        la.calibration.undo()
+    with pytest.warns(DataWarning, match="same class order, same preprocessing"):
+        getattr(la, call)([(x[50:], 2 - y[50:] if y.ndim == 1 else 1000 * y[50:])])
+
+
+def test_data_that_chose_the_calibration_are_known_again() -> None:
+    x, y = (torch.cat(parts) for parts in zip(*(grid.data(seed=seed) for seed in range(4)), strict=True))
+    la = grid.fitted("all", "full")
+    la.calibrate([(x[:36], y[:36])])
+    la.compare([(x[36:], y[36:])])
+    with pytest.warns(DataWarning, match="by which la.calibrate chose"):
+        la.compare([(x[:36], y[:36])])
