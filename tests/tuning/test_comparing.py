@@ -147,6 +147,7 @@ def test_every_output_has_its_noise() -> None:
     check(found, reference.gaussian_scores(f, noise, y), reference.gaussian_scores(f, variance, y), kind="float32")
 
 
+@pytest.mark.filterwarnings("ignore:these are the data by which")
 def test_a_calibrated_posterior_and_the_network_have_their_own_noise() -> None:
     case = Case(catalogue.get("mlp_regression"), "full", "all")
     la = case.fit(sigma_noise=0.7)
@@ -284,6 +285,7 @@ def test_a_tempered_posterior_near_the_network_makes_no_difference() -> None:
     assert found.verdict == "no difference: the NLL is the same on 12 data"
 
 
+@pytest.mark.filterwarnings("ignore:these are the data by which")
 @pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # of 12 data
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_a_calibrated_posterior_is_compared_as_it_predicts(likelihood: str) -> None:
@@ -299,6 +301,7 @@ def test_a_calibrated_posterior_is_compared_as_it_predicts(likelihood: str) -> N
         assert calibration.is_network or found.difference != 0
 
 
+@pytest.mark.filterwarnings("ignore:these are the data by which")
 @pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")
 def test_a_calibrated_mixture_keeps_its_weights() -> None:
     la, x, y = mixture("classification", [0.5, 0.2, 0.3])
