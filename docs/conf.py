@@ -133,8 +133,33 @@ def _require_pictures(app: object, doctree: nodes.document, docname: str) -> Non
         )
 
 
+_WARNED = re.compile(r"\b(\w+Warning): ")
+
+
+def unannounced(text: str, outputs: list[str]) -> list[str]:
+    """What cells write to the error stream, by kind, of which the text of their page says nothing."""
+    said = _CELL.sub("", text)
+    kinds = [kind for output in outputs for kind in _WARNED.findall(output) or ["other output"]]
+    return sorted({f"{kind} ({kinds.count(kind)})" for kind in kinds if kind not in said})
+
+
+def _require_announced(app: object, doctree: nodes.document, docname: str) -> None:
+    """A page shows no warning that its text does not name."""
+    text = Path(app.env.doc2path(docname)).read_text("utf-8")  # type: ignore[attr-defined]
+    shown = [
+        node.astext()
+        for node in doctree.findall(lambda node: "stderr" in getattr(node, "attributes", {}).get("classes", ()))
+    ]
+    if found := unannounced(text, shown):
+        logging.getLogger(__name__).warning(
+            f"{docname} shows {', '.join(found)}, of which its text says nothing: name the warning there, or mend its "
+            "cause."
+        )
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", _one_signature)  # type: ignore[attr-defined]
     app.connect("doctree-resolved", _require_pictures)  # type: ignore[attr-defined]
+    app.connect("doctree-resolved", _require_announced)  # type: ignore[attr-defined]

@@ -156,6 +156,8 @@ def warn(message: str, category: type[LaplaceWarning]) -> None:
         if frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
             caller = frame.f_back or frame
         frame = frame.f_back
+    while caller is not None and caller.f_back is not None and _is_of_imports(caller.f_code.co_filename):
+        caller = caller.f_back
     if caller is None:  # an interpreter without frames
         warnings.warn(message, category, stacklevel=2)
         return
@@ -170,6 +172,11 @@ def warn(message: str, category: type[LaplaceWarning]) -> None:
         if len(_shown) >= _MOST:
             _shown.clear()
         _shown[kind] = filters, tuple(filters)
+
+
+def _is_of_imports(file: str) -> bool:
+    """True of the frames of an import statement, which Python leaves out, too."""
+    return "importlib" in file and "_bootstrap" in file
 
 
 def _filters() -> Sequence[Any]:

@@ -839,7 +839,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:
-        """Estimates memory and time of `fit` and of a prediction from the first batch; fits nothing.
+        """Estimates the memory of `fit` and of a prediction from the first batch; fits nothing.
 
         If the last layer is not known yet, it is determined as in `fit`.
 

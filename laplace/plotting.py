@@ -49,7 +49,7 @@ def new_figure(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'laplace-bayes[examples]'.") from error
+        raise MissingDependency("plots need matplotlib: pip install matplotlib.") from error
     figure = Figure(figsize=(width * n_columns, height * n_rows), layout="constrained")
     axes = figure.subplots(n_rows, n_columns, squeeze=False)
     return figure, list(axes.flat)

@@ -539,8 +539,8 @@ def _advice(
         sentences.append(f"{_capital(comparison.verdict)}.")
     if kind in ("over-confident", "under-confident", "uneven"):
         sentences.append(
-            "Calibrate: `la.calibrate(train_loader)` scales a posterior's covariance; of another model, divide the "
-            "logits by a temperature, or wrap it with `Laplace`."
+            "Calibrate: `la.calibrate(val_loader)`, on data that neither training nor this report has seen, scales a "
+            "posterior's covariance; of another model, divide the logits by a temperature, or wrap it with `Laplace`."
         )
     if kind == "biased":
         sentences.append("Look at the residuals: a bias is no question of uncertainty, but of the mean.")

@@ -312,7 +312,7 @@ VERSION = "1"
 _VERSION, _VALUE, _DIGEST = "laplace_format", "laplace", "laplace_digest"
 """Entries of the metadata; that of the digest, of the tensors and the value, tells files that were damaged."""
 
-_INSTALL = "needs safetensors: pip install 'laplace-bayes[integrations]' or pip install safetensors. Without it use"
+_INSTALL = "needs safetensors: pip install safetensors. Without it use"
 
 
 @contextmanager

@@ -111,7 +111,9 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, name: str, progres
     bar = DataBar(f"acquire, {name}", pool, shown=progress_bar)
     for x in in_parts(pool, name):
         for jacobian, f in jacobians(engine, x, None, create_graph=False):
-            require_none(jacobian.positions, "la.acquire", "Score inputs by la.predict(x).mutual_information")
+            require_none(
+                jacobian.positions, "la.acquire", "Score inputs by la.predict(x).decomposition.mutual_information"
+            )
             step = posterior.refined_step
             f = widened(f) if step is None else widened(f) + widened(jacobian.apply(step.unsqueeze(0))[0])
             moved = widened(jacobian.apply(steps)) / len(steps) ** 0.5

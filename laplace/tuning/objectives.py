@@ -132,11 +132,14 @@ def noise_warning(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor
         return None
     explained = 100 * (1 - (size / sigma) ** 2)
     ratio = f"{sigma / size:.3g} times " if size else "with "
+    whole = posterior.choices.structure.is_exact
+    others = [] if whole else ["compare hessian_structure='full'"]
+    others += [] if posterior.problem.head is not None else ["use the last layer"]
+    why = "many weights fit noise, too," if whole else "a curvature that leaves out how weights depend overstates that"
     return (
         f"the evidence chose a noise of {sigma:.3g}, {ratio}the root mean square {size:.2g} of the "
-        f"residuals, since it counts {explained:.0f} % of the observed values as explained by the weights; a curvature "
-        "that leaves out how weights depend on each other overstates that where data are few: compare "
-        "hessian_structure='full', use the last layer, or tune on validation data"
+        f"residuals, since it counts {explained:.0f} % of the observed values as explained by the weights; {why} where "
+        f"data are few: {', '.join([*others, 'or tune' if others else 'tune'])} on validation data"
     )
 
 

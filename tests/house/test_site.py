@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,33 @@ def test_a_figure_that_is_not_shown_stops_the_build(tmp_path: Path) -> None:
     run = built(tmp_path, PAGE + CLOSED)
     assert run.returncode != 0
     assert "index draws 2 figures and shows 1" in run.stderr
+
+
+WARNS = """
+import warnings
+for n in range(3):
+    warnings.warn(f"of {n}", UserWarning)
+```
+"""
+
+
+def test_a_warning_that_the_text_does_not_announce_stops_the_build(tmp_path: Path) -> None:
+    page = PAGE.split("figure, ax", maxsplit=1)[0] + WARNS
+    run = built(tmp_path, page)
+    assert run.returncode != 0
+    assert "index shows UserWarning (3), of which its text says nothing" in run.stderr
+    (tmp_path / "said").mkdir()
+    assert built(tmp_path / "said", page + "\nThree times a `UserWarning`.\n").returncode == 0
+
+
+def test_announced_warnings() -> None:
+    pytest.importorskip("docutils.nodes")
+    pytest.importorskip("sphinx.pycode")
+    unannounced = runpy.run_path(str(ROOT / "docs" / "conf.py"))["unannounced"]
+    shown = ["cell.py:3: TuningWarning: of 2", "cell.py:4: TuningWarning: of 3\ncell.py:4: DataWarning: none", "a bar"]
+    cell = "```{code-cell} ipython3\nTuningWarning\n```\n"
+    assert unannounced(cell, shown) == ["DataWarning (1)", "TuningWarning (2)", "other output (1)"]
+    assert unannounced("A `TuningWarning` says so, and a DataWarning.\n" + cell, shown[:2]) == []
 
 
 def test_tutorials_and_gallery_draw_as_the_build_counts() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import TuningWarning
+from laplace.tuning import objectives
 
 TUNED = ("prior_precision", "sigma_noise")
 
@@ -64,6 +65,24 @@ def test_a_noise_far_above_the_residuals_is_warned_of(n_data: int, n_noises: int
     assert int(numbers[3]) == pytest.approx(100 * (1 - ratio**-2), abs=1)
     if not n_noises:  # what the warning says of γ, by MacKay's equation, and by its definition
         assert effective_parameters(la) / y.numel() == pytest.approx(1 - ratio**-2, abs=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")
+@pytest.mark.parametrize(
+    ("weights", "structure", "left_out"),
+    [("all", "kron", ""), ("all", "full", "full"), ("last_layer", "diag", "last layer")],
+)
+def test_what_is_chosen_already_is_not_advised(weights: str, structure: str, left_out: str) -> None:
+    model, data = regression(40)
+    la = Laplace(model, "regression", weights, structure)
+    la.fit(data)
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(TuningWarning, match="the evidence chose") as caught:
+        patch.setattr(objectives, "_LARGEST_NOISE", 0.0)
+        la.optimize_hyperparameters(TUNED)
+    advice = str(caught[0].message)
+    assert ("hessian_structure='full'" in advice) == (left_out != "full")
+    assert ("use the last layer" in advice) == (left_out != "last layer")
+    assert "tune on validation data" in advice
 
 
 @pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("last_layer", "full"), ("all", "full")])
