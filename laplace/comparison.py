@@ -203,15 +203,19 @@ def scores_of(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor
         scores["confidence"], scores["agreement"] = decisions
     if moments is not None:
         mean, _ = map(widened, moments)
-        scores["square"] = (widened(y) - mean).square().mean(1)
+        seen = ~y.isnan()
+        scores["square"] = _over_outputs((widened(y) - mean).square(), seen)
         below = target.below(summary, y, sigma) if "crps" in known else None
         if below is not None:
             distance = (below - 0.5).abs()
-            scores |= {
-                f"coverage_{p}": (distance <= p / 200).to(mean).where(~distance.isnan(), torch.nan).mean(1)
-                for p in LEVELS
-            }
+            reached = {p: (distance <= p / 200).to(mean).where(~distance.isnan(), torch.nan) for p in LEVELS}
+            scores |= {f"coverage_{p}": _over_outputs(values, seen) for p, values in reached.items()}
     return {name: widened(values.detach().cpu()) for name, values in scores.items()}
+
+
+def _over_outputs(values: Tensor, seen: Tensor) -> Tensor:
+    """Means of values `[B, C]` over the outputs that were observed, of which every row has one."""
+    return values.mean(1) if bool(seen.all()) else values.where(seen, 0.0).sum(1) / seen.sum(1)
 
 
 def _density(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
@@ -269,14 +273,16 @@ def _compared(
         if name not in ("confidence", "agreement", "square")
     }
     if "agreement" in network:
-        rows["accuracy"] = _of_means(network["agreement"].mean(1), posterior["agreement"].mean(1), datum)
+        seen = ~network["agreement"].isnan()
+        shares = [_over_outputs(side["agreement"], seen) for side in (network, posterior)]
+        rows["accuracy"] = _of_means(shares[0], shares[1], datum)
         rows["ece_floor"] = _of_floors(network, posterior, datum, drawn_seed(generator))
     by_datum = None
     if len(datum) > max(_AT_ONCE, int(datum.max()) + 1):
         by_datum = _statistics_by_datum(network, datum), _statistics_by_datum(posterior, datum)
     rows |= _of_statistics(_statistics(network), _statistics(posterior), by_datum, datum, generator)
     ordered = {name: rows[name] for name in _TITLES if name in rows}
-    undefined = [torch.stack([_is_undefined(v) for v in side.values()]).any(0) for side in (network, posterior)]
+    undefined = [_is_undefined(side) for side in (network, posterior)]
     if bool(torch.stack(undefined).any()):  # NaN is no score: neither a hit nor a miss, nor something to average over
         sides = [bool(rows.any()) for rows in undefined]
         ordered = {name: _without_numbers(row, *sides) for name, row in ordered.items()}
@@ -284,9 +290,17 @@ def _compared(
     return Comparison(ordered, int(datum.max()) + 1, len(datum), names, n_undefined)
 
 
-def _is_undefined(values: Tensor) -> Tensor:
-    """Whether a score of a row is NaN, `[B]`."""
-    return values.isnan().reshape(len(values), -1).any(1)
+def _is_undefined(scores: dict[str, Tensor]) -> Tensor:
+    """Whether a score of a row is NaN, `[B]`; an agreement is, too, with what was not observed."""
+    return torch.stack([v.isnan().reshape(len(v), -1).any(1) for name, v in scores.items() if name != "agreement"]).any(
+        0
+    )
+
+
+def _observed(scores: dict[str, Tensor], datum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence, agreement and datum of every label that was observed, `[n]` each."""
+    seen = ~scores["agreement"].isnan()
+    return scores["confidence"][seen], scores["agreement"][seen], datum.unsqueeze(1).expand_as(seen)[seen]
 
 
 def _without_numbers(row: Row, network: bool, posterior: bool) -> Row:
@@ -298,11 +312,11 @@ def _of_floors(network: dict[str, Tensor], posterior: dict[str, Tensor], datum: 
     """Calibration errors of calibrated predictions with these confidences `[B, L]`, from the same random numbers."""
 
     def floor(scores: dict[str, Tensor]) -> float:
-        source, confidence = torch.Generator().manual_seed(seed), scores["confidence"]
+        confidence, agreement, of = _observed(scores, datum)
         if len(datum) == int(datum.max()) + 1:
-            return float(calibration_floor(confidence.flatten(), N_BINS, N_RESAMPLES, source))
-        of = datum.repeat_interleave(confidence.shape[1])
-        return float(clustered_floor(confidence.flatten(), scores["agreement"].flatten(), of, N_BINS))
+            source = torch.Generator().manual_seed(seed)
+            return float(calibration_floor(confidence, N_BINS, N_RESAMPLES, source))
+        return float(clustered_floor(confidence, agreement, of, N_BINS))
 
     first, second = floor(network), floor(posterior)
     return Row(first, second, second - first, math.nan)
@@ -331,11 +345,12 @@ def _statistics(scores: dict[str, Tensor]) -> Statistics:
         return of_squares
     if "agreement" not in scores:
         return lambda counts: {}
-    n_labels = scores["agreement"].shape[1]
-    ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].flatten())
+    n_labels, seen = scores["agreement"].shape[1], ~scores["agreement"].isnan().flatten()
+    ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].nan_to_num(0.0).flatten())
 
     def of_ranking(counts: Tensor) -> dict[str, Tensor]:
-        ordered = ranking.ordered(counts if n_labels == 1 else counts.repeat_interleave(n_labels, 1))
+        each = counts if n_labels == 1 else counts.repeat_interleave(n_labels, 1)
+        ordered = ranking.ordered(each * seen)  # a label that was not observed counts never
         curve = ranking.curve(ordered)
         return {
             "ece": ranking.calibration_error(ordered, N_BINS),
@@ -363,8 +378,7 @@ def _statistics_by_datum(scores: dict[str, Tensor], datum: Tensor) -> Statistics
         return lambda counts: {"rmse": (counts @ squares / (counts @ sizes)).sqrt().squeeze(1)}
     if "agreement" not in scores:
         return lambda counts: {}
-    confidence, agreement = scores["confidence"].flatten(), scores["agreement"].flatten()
-    of = datum.repeat_interleave(scores["agreement"].shape[1])
+    confidence, agreement, of = _observed(scores, datum)
     gaps = gaps_by_datum(confidence, agreement, of, N_BINS)
     n_groups = min(max(_GROUPED // n_data, 256), 4096)
     descending = confidence.sort(descending=True).values

@@ -97,7 +97,7 @@ class Evidence:
         """Log p(D | θ*), 0-dim."""
         fit = self.fit
         return self.likelihood.log_likelihood(
-            fit.loss_terms, fit.curvature.share * fit.n_data, fit.n_outputs, self.sigma_noise, self.temperature
+            fit.loss_terms, fit.curvature.share * fit.n_observed, fit.n_outputs, self.sigma_noise, self.temperature
         )
 
     @property

@@ -62,6 +62,7 @@ class State:
     channel_dim: int | None = -1
     draws: Tensor | None = None
     is_weighed: bool = False
+    gaps: Tensor | None = None
     refinement: dict[str, Any] | None = None
     assigned_mean: Tensor | None = None
     posterior_scale: Tensor | None = None
@@ -118,6 +119,7 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         "coverage": dict(posterior.fit.coverage),
         "draws": fit.draws,
         **({"is_weighed": True} if fit.is_weighed else {}),
+        **({} if fit.gaps is None else {"gaps": fit.gaps.clone()}),
         "refinement": None if refinement is None else refinement.state(),
         **_assigned(posterior),
         **({} if posterior.calibration is None else {"calibration": posterior.calibration.state()}),
@@ -244,7 +246,8 @@ def _of_state(posterior: Posterior, state: State, curvature: Curvature) -> Poste
     like, n_params = posterior.hypers.prior_mean.detach(), posterior.problem.layout.n_params
     loss, chosen, features = state.loss.to(like.device), state.by_evidence, state.features
     coverage, draws, own = dict(state.coverage), state.draws, state.assigned_mean
-    fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed)
+    gaps = None if state.gaps is None else state.gaps.to(like.device)
+    fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed, gaps)
     if chosen is not None:  # as they are, which users could have given
         posterior.assigned(**_as_given(chosen))
     data = Fitted(
@@ -294,6 +297,10 @@ def _require_numbers(state: State) -> None:
         raise StateError(f"the state is of {state.n_data!r} data with {state.n_outputs} outputs; it was changed.")
     if state.sigma_noise.numel() not in (1, state.n_outputs):
         raise StateError(f"sigma_noise has {state.sigma_noise.numel()} entries, the state {state.n_outputs} outputs.")
+    if state.gaps is not None:
+        nested.require_sizes("gaps", state.gaps, (state.n_outputs,))
+        if not bool(nested.is_finite(state.gaps.detach()) & (state.gaps >= 0).all()):
+            raise StateError("the numbers of observed targets of the state must be finite and at least 0.")
     if state.draws is not None:
         source = torch.Generator()
         if state.draws.dtype != torch.uint8 or state.draws.ndim != 1:

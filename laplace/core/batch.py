@@ -118,7 +118,7 @@ class Weighed:
     """A batch of weighted data."""
 
     batch: Any  # what the loader gave, without the weights
-    weigh: Callable[[], Tensor]  # gives the weights, `[B]`, checked
+    weigh: Callable[[], Tensor]  # gives the weights, `[B]` or of the shape of the targets, checked
 
 
 def unweighed(batch: Any) -> Any:
@@ -546,7 +546,7 @@ def require_rereadable(loader: Iterable[Any], reader: str) -> None:
 
 
 WeightFn = Callable[[Inputs, Tensor], Any]
-"""`weight_fn(x, y) -> [B]`, of inputs and targets as a loader gives them."""
+"""`weight_fn(x, y)` gives weights `[B]`, or of the shape of y, of inputs and targets as a loader gives them."""
 
 
 @dataclass(frozen=True)
@@ -588,15 +588,16 @@ class DataWeights:
         return Weighed(rest, lambda: self._checked(batch, dict_key_y))
 
     def _checked(self, batch: Any, dict_key_y: str) -> Tensor:
-        """Weights of a batch, `[B]`, float64."""
+        """Weights of a batch, `[B]` or of the shape of its targets, float64."""
         x, y = split(batch, dict_key_y)
         given = self.function(x, y) if self.function is not None else self._under_key(batch)
         if not isinstance(given, Tensor):
             raise InvalidData(f"the weights of {self.name} are of type {type(given).__name__}; give a tensor [B].")
-        if given.shape != y.shape[:1] or given.is_complex():
+        if given.shape not in (y.shape[:1], y.shape) or given.is_complex():
+            also = f", or for every target, {list(y.shape)}," if y.ndim > 1 else ","
             raise InvalidData(
                 f"the weights of {self.name} have shape {list(given.shape)} and dtype {given.dtype}; a real number for "
-                f"every datum, {list(y.shape[:1])}, is accepted."
+                f"every datum, {list(y.shape[:1])}{also} is accepted."
             )
         weights = widened(given.detach())
         require(

@@ -7,6 +7,7 @@ score can be differentiated in the prediction. Nothing is checked here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,15 @@ from torch.special import entr
 
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
+
+
+def summed(terms: Callable[[Tensor], Tensor], y: Tensor, at: Tensor) -> Tensor:
+    """Σ_c of terms of targets y `[B, C]`, over the entries that were observed: those that are not NaN, `[..., B]`.
+
+    Terms are taken at `at` where nothing was observed, so that derivatives are finite there, too.
+    """
+    seen = ~y.isnan()
+    return torch.where(seen, terms(torch.where(seen, y, at)), 0.0).sum(-1)
 
 
 def class_brier(probs: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -45,7 +55,7 @@ def class_agreement(predicted: Tensor, y: Tensor) -> Tensor:
 
 def binary_brier(probs: Tensor, y: Tensor) -> Tensor:
     """Σ_c (p_c − y_c)² of labels `[B, C]`."""
-    return (probs - y).square().sum(-1)
+    return summed(lambda y: (probs - y).square(), y, probs)
 
 
 def class_confidence(probs: Tensor) -> Tensor:
@@ -75,16 +85,20 @@ def gaussian_entropy(variance: Tensor) -> Tensor:
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """−Σ_c log N(y_c; m_c, v_c)."""
-    return 0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi)).sum(-1)
+    return summed(lambda y: 0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi)), y, mean)
 
 
 def gaussian_crps(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Σ_c of the continuous ranked probability scores of N(m_c, v_c); see `laplace.metrics.gaussian_crps`."""
     scale = variance.sqrt()
-    z = (y - mean) / scale
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    # 2Φ(z) − 1 = erf(z/√2), which keeps its digits around 0.
-    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).sum(-1)
+
+    def each(y: Tensor) -> Tensor:
+        z = (y - mean) / scale
+        density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+        # 2Φ(z) − 1 = erf(z/√2), which keeps its digits around 0.
+        return scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+
+    return summed(each, y, mean)
 
 
 def confidence_bins(confidence: Tensor, n_bins: int) -> Tensor:

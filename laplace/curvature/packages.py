@@ -40,6 +40,7 @@ from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.categorical import classes_of
+from laplace.likelihoods.checks import refuse_gaps
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Caller, Problem, reduce_features
 
@@ -222,6 +223,7 @@ class PackageEngine(CurvatureEngine):
             self._note(self._everything(f"it has no {sink.quantity}"))
             return self.native.accumulate(x, y, sink)
         watched, targets = self._watch(x, y)
+        refuse_gaps(targets.y, f"backend={self.name}")
         arguments = (sink.vectors[0],) if isinstance(sink, ProductSink) else ()
         arguments = (sink.groups,) if sink.quantity == "blocks" else arguments
         values, reasons = self._computed(sink.quantity, watched, targets.y, *arguments)

@@ -23,7 +23,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.checks import Loss, recovered_targets, require_logits
+from laplace.likelihoods.checks import Loss, recovered_targets, refuse_gaps, require_logits
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network.model_guard import preserve_model
 from laplace.network.next_token import TargetRules, TargetsAsGiven
@@ -131,11 +131,26 @@ class BatchSummary:
     # Number of samples that are not ignored, or the sum of their weights; 0-dim if it is on a device
     n_data: float | Tensor
     n_outputs: int  # C
+    # Sum of the weights of observed targets per output, `[C]`; None where no normaliser needs them
+    observations: Tensor | None = None
 
     @property
     def count(self) -> float:
         """Number of data on the host."""
         return as_count(float(self.n_data))
+
+    @property
+    def gaps(self) -> Tensor | None:
+        """Observed targets per output, `[C]`; None if they are those of all data."""
+        seen = self.observations
+        return None if seen is None or bool((seen == self.count).all()) else seen
+
+    def joined(self, other: BatchSummary) -> BatchSummary:
+        """Contributions of two batches."""
+        ours, theirs = self.observations, other.observations
+        seen = None if ours is None or theirs is None else ours + theirs.to(ours)
+        losses, n_data = self.loss_terms + other.loss_terms, self.n_data + other.n_data
+        return BatchSummary(losses, n_data, self.n_outputs, seen)
 
 
 _ROUNDING = 1e-9
@@ -193,8 +208,10 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
+        takes_gaps: Whether its sums can be of targets of which entries are missing (NaN).
         weighs_data: Whether its sums can be of weighted data.
-        data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
+        data_weights: How often the data of the batch that is summed count, `[B]`, or their targets, in the shape of
+            these; None for once, see `weighing`.
         on_profile: Called once, by engines that can say, with what the next batch shows, before it is summed.
         on_outputs: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
         judge: Called, where targets are checked, with them and the outputs `[B, C]`.
@@ -205,6 +222,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     kind: str = "ggn"
     name: str = "CurvatureInterface"
     generator: torch.Generator | None = None
+    takes_gaps: bool = False
     weighs_data: bool = False
     data_weights: Tensor | None = None
     on_profile: Callable[[BatchProfile], None] | None = None
@@ -238,7 +256,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
     @contextmanager
     def weighing(self, weights: Tensor | None) -> Iterator[None]:
-        """Context in which the samples of the batch have weights `[B]`; None for ones."""
+        """Context in which the data of the batch, or their targets one by one, have weights; None for ones."""
         self.data_weights = weights
         try:
             yield
@@ -249,6 +267,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees are checked to be logits."""
         loss = self.options.loss
         y = self.likelihood.check_targets(f, y) if loss is None else recovered_targets(self.likelihood, loss, f, y)
+        if not self.takes_gaps:
+            refuse_gaps(y, f"backend={self.name}")
         if not self._logits_checked:
             require_logits(self.likelihood, f, self.problem.dtype)
             self._logits_checked = True

@@ -510,7 +510,9 @@ class _Readings:
                     self.data_pass.counted(self.first_sums),
                     engine.generator and engine.generator.get_state(),
                 )
-                return Fit(result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used)
+                return Fit(
+                    result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used, gaps=counted.gaps
+                )
             self.data_pass, self.first_batch, self.number = result, None, self.number + 1
             if resume is not None:
                 resume.next_reading()
@@ -566,7 +568,7 @@ class _Readings:
         engine.keeps = False
         if resume is not None:
             resume.require_passed()
-        return None if total is None else BatchSummary(total.loss_terms, total.count, total.n_outputs)
+        return None if total is None else replace(total, n_data=total.count)
 
     def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
         """Inputs and targets that are not ignored, with their weights, or None."""
@@ -579,12 +581,12 @@ class _Readings:
         with self.engine.weighing(weights), noticing_swap(problem.module, problem.forward_fn, y):
             new = self.data_pass.add(x, y)
         require_finite(new.loss_terms.isfinite())
-        losses = new.loss_terms.detach()
+        new = replace(new, loss_terms=new.loss_terms.detach())
         if total is None:
-            return BatchSummary(losses, new.n_data, new.n_outputs)
+            return new
         if total.n_outputs != new.n_outputs:
             raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
-        return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
+        return total.joined(new)
 
     def _coverage(self) -> dict[str, str]:
         """Rule that explained every tensor, also before the fit was interrupted."""
@@ -681,6 +683,7 @@ class Subsample:
             return fit
         curvature, summary = fit.curvature.scaled(self.factor), self.summary
         facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
+        facts["gaps"] = summary.gaps
         return replace(fit, curvature=curvature, **facts)
 
 
@@ -689,22 +692,21 @@ def _losses(
 ) -> tuple[BatchSummary, int]:
     """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
-    total: Tensor | None = None
-    n_data: float | Tensor = 0
-    n_inputs = n_outputs = 0
+    total: BatchSummary | None = None
+    n_inputs = 0
     for number, x, y in data:
         with named(f"batch {number}"):
             rows = outputs(engine, x)
             f = rows.values
             targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
-        terms = likelihood.loss_terms(f, targets)
-        total = terms if total is None else total + terms
-        n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
+        terms, count = likelihood.loss_terms(f, targets).detach(), likelihood.count(f, targets)
+        new = BatchSummary(terms, count, f.shape[1], likelihood.observations(f, targets))
+        total, n_inputs = new if total is None else total.joined(new), n_inputs + len(y)
         bar.add(len(y))
     bar.close()
     if total is None:
         raise InvalidData(checks.NO_DATA)
-    return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
+    return total, n_inputs
 
 
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:

@@ -314,6 +314,7 @@ class _Share:
     n_data: float
     n_outputs: int
     coverage: Mapping[str, str]
+    observations: list[float] | None = None
 
 
 def sum_over(
@@ -335,7 +336,8 @@ def sum_over(
         if totals is None:
             return None
         losses = widened(totals.loss_terms).tolist()
-        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_here())
+        seen = None if totals.observations is None else widened(totals.observations).tolist()
+        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_here(), seen)
 
     shares = processes.gather_results(attempt)
     known = {rank: share for rank, share in enumerate(shares) if share is not None}
@@ -352,7 +354,9 @@ def sum_over(
     problem = engine.problem
     losses = losses.to(problem.device, torch.promote_types(problem.dtype, torch.float32))
     n_data = as_count(sum(share.n_data for share in known.values()))
-    return BatchSummary(losses, n_data, first.n_outputs), coverage
+    seen = [share.observations for share in known.values()]
+    observed = None if any(one is None for one in seen) else torch.tensor(seen, dtype=wide_dtype()).sum(0)
+    return BatchSummary(losses, n_data, first.n_outputs, observed), coverage
 
 
 def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:

@@ -156,13 +156,26 @@ class Likelihood(ABC):
             return widened(weights).sum()
         return f.shape[0] if self.ignore_index is None or y.ndim > 1 else (y != self.ignore_index).sum()
 
+    def observations(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor | None:
+        """Numbers of observed targets per output, `[C]`, of a likelihood whose normaliser needs them; else None.
+
+        Args:
+            f: Outputs `[B, C]`.
+            y: Checked targets.
+            weights: How often every row counts, `[B, 1]`, or every entry, `[B, C]`; None for once.
+        """
+        return None
+
     @abstractmethod
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float | Tensor, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
-        """Log likelihood of the data at a noise and temperature, 0-dim, from the fitted sums of `loss_terms`."""
+        """Log likelihood of the data at a noise and temperature, 0-dim, from the fitted sums of `loss_terms`.
 
-    def mean_squares(self, loss_terms: Tensor, n_data: float, n_outputs: int) -> Tensor | None:
+        `n_data` is `[C]` where `observations` differ between outputs.
+        """
+
+    def mean_squares(self, loss_terms: Tensor, n_data: float | Tensor, n_outputs: int) -> Tensor | None:
         """Mean squares of the residuals that a noise is the spread of, `[C]` or `[1]`; None without such a noise."""
         return None
 
@@ -257,7 +270,7 @@ class NoiseFreeLikelihood(Likelihood):
         return apply(mean, covariance, self.inverse_link, n_samples, generator)
 
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float | Tensor, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
         """−loss / T, 0-dim."""
         return -loss_terms.sum() / temperature
@@ -302,7 +315,7 @@ class Observed:
     Attributes:
         likelihood: p(y | f), which may weigh targets itself.
         y: Checked targets.
-        data_weights: How often every row counts besides, `[B]`; None for once.
+        data_weights: How often every row counts besides, `[B]`, or every entry, `[B, C]`; None for once.
     """
 
     likelihood: Likelihood
@@ -312,10 +325,11 @@ class Observed:
     @property
     def weights(self) -> Tensor | None:
         """Number of times that every row counts, `[B]`, float64; None if all that count do so once."""
-        own = self.likelihood.weights(self.y)
-        if self.data_weights is None:
+        own, given = self.likelihood.weights(self.y), self.data_weights
+        if given is None:
             return None if own is None else widened(own)
-        return widened(self.data_weights) if own is None else widened(own) * self.data_weights
+        given = given.amax(1) if given.ndim > 1 else given  # an input is there for every entry
+        return widened(given) if own is None else widened(own) * given
 
     def at(self, rows: Tensor | None) -> Observed:
         """The targets of some rows, indices `[n]`; None for all."""
@@ -328,8 +342,24 @@ class Observed:
         """Σ_b w_b ℓ_b of outputs `[B, C]`, as `Likelihood.loss_terms`, `[1]` or `[C]`."""
         if self.data_weights is None:
             return self.likelihood.loss_terms(f, self.y)
+        if self.data_weights.ndim > 1:
+            return self._losses_of_entries(f)
         each = for_each(lambda f, y: self.likelihood.loss_terms(f.unsqueeze(0), y.unsqueeze(0)), f, self.y)
         return self.data_weights.to(each) @ each
+
+    def _losses_of_entries(self, f: Tensor) -> Tensor:
+        """Σ_bc w_bc ℓ_bc, as `Likelihood.loss_terms`: those of every output by itself, of independent outputs."""
+        weights, (n_rows, n_outputs) = self.data_weights, f.shape
+        rows = f.reshape(-1, 1), self.y.reshape(-1, 1)
+        each = for_each(lambda f, y: self.likelihood.loss_terms(f.unsqueeze(0), y.unsqueeze(0)), *rows)
+        terms = (each.view(n_rows, n_outputs) * weights.to(each)).sum(0)  # pyright: ignore[reportOptionalMemberAccess]
+        return terms if self.likelihood.has_noise else terms.sum().unsqueeze(0)
+
+    def observations(self, f: Tensor) -> Tensor | None:
+        """Σ_b w_bc of the entries that were observed, `[C]`; None where no normaliser needs them."""
+        weights = self.data_weights
+        weights = weights.unsqueeze(1) if weights is not None and weights.ndim == 1 else weights
+        return self.likelihood.observations(f, self.y, weights)
 
     def count(self, f: Tensor) -> int | Tensor:
         """Σ_b w_b of the rows that are not ignored; 0-dim where a device knows it."""
@@ -343,7 +373,10 @@ class Observed:
 
     def hessian(self, f: Tensor) -> OutputHessian:
         """w_b Λ_b."""
-        return self.likelihood.hessian(f, self.y).scaled(self.data_weights)
+        hessian, weights = self.likelihood.hessian(f, self.y), self.data_weights
+        if weights is not None and weights.ndim > 1:
+            return replace(hessian, diag=hessian.diag * weights.to(hessian.diag))
+        return hessian.scaled(weights)
 
     def gradients(self, f: Tensor) -> Tensor:
         """Rows √w_b g_b, `[B, C]`, g_b the gradient of a target that counts once, with Σ w g gᵀ: of repeated data.
@@ -362,4 +395,7 @@ class Observed:
 
     def _rooted(self, rows: Tensor) -> Tensor:
         """Rows `[..., B, C]` times √w of the data."""
-        return rows if self.data_weights is None else self.data_weights.to(rows).sqrt().unsqueeze(1) * rows
+        if self.data_weights is None:
+            return rows
+        root = self.data_weights.to(rows).sqrt()
+        return (root if root.ndim > 1 else root.unsqueeze(1)) * rows

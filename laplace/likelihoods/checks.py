@@ -52,8 +52,11 @@ _OF_CLASSES = (
 )
 
 
-def check_values(f: Tensor, y: Tensor) -> Tensor:
-    """Real-valued targets of the shape of the outputs, cast to their dtype and device."""
+def check_values(f: Tensor, y: Tensor, *, gaps: bool = False) -> Tensor:
+    """Real-valued targets of the shape of the outputs, cast to their dtype and device.
+
+    With `gaps` entries may be NaN, which say that they were not observed, but not all of a row.
+    """
     values = check_tensor(y)
     if values.shape != f.shape:
         of_classes = f.ndim == 2 and f.shape[-1] > 1 and values.ndim == 1 and not values.is_floating_point()
@@ -62,14 +65,39 @@ def check_values(f: Tensor, y: Tensor) -> Tensor:
             f"Targets have shape {list(values.shape)}, outputs {list(f.shape)}; they must be equal, nothing is "
             f"broadcast: {_OF_CLASSES if of_classes else remedy}"
         )
-    require_finite_targets(values)
+    require_finite_targets(values, gaps=gaps)
     return values.to(f)
 
 
-def require_finite_targets(y: Tensor) -> None:
-    """Requires finite targets."""
+def observed(y: Tensor) -> Tensor:
+    """True for the entries of checked targets that were observed, `[B, C]`: those that are not NaN."""
+    return ~y.isnan()
+
+
+def refuse_gaps(y: Tensor, what: str) -> None:
+    """Refuses targets of which entries are missing.
+
+    Raises:
+        UnsupportedError: Some entry is NaN.
+    """
+    if not y.is_floating_point():
+        return
     require(
-        torch.isfinite(y),
+        observed(y),
+        lambda: UnsupportedError(
+            f"entries of the targets are missing (NaN{where_not_finite(y)}), which {what} does not know: a posterior "
+            "over weights by the library's own backends does. Leave those data out, or fit the outputs one by one."
+        ),
+    )
+
+
+def require_finite_targets(y: Tensor, *, gaps: bool = False) -> None:
+    """Requires finite targets; with `gaps` NaN is accepted in rows that have other entries."""
+    is_right = torch.isfinite(y)
+    if gaps and y.ndim == 2:
+        is_right = is_right | (y.isnan() & observed(y).any(1, keepdim=True))
+    require(
+        is_right,
         lambda: InvalidData(
             f"Targets have NaN or infinite entries{where_not_finite(y)}: remove those data before fitting."
         ),

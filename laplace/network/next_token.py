@@ -82,16 +82,18 @@ def counted(
 def weighed(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor, Tensor | None] | None:
-    """Inputs and targets of a batch, without ignored ones, with their weights, `[B]`; None if there are none.
+    """Inputs and targets of a batch, without ignored ones, with their weights; None if there are none.
 
-    A datum with the weight 0 is left out, whatever its numbers are. Weights are None if all weights are 1.
+    Weights are `[B]`, or of the shape of the targets; None if all weights are 1. A datum with the weight 0 is left out,
+    whatever its numbers are.
     """
     x, y = split(batch, dict_key_y, model, rules)
     x, y = batches.to_device(x, device), y.to(device)
     keep, weights = batches.counting(y, rules.ignore_index), None
     if isinstance(batch, batches.Weighed):
         weights = batch.weigh().to(device)
-        keep = weights > 0 if keep is None else keep & (weights > 0)
+        counts = (weights > 0).flatten(1).any(1) if weights.ndim > 1 else weights > 0
+        keep = counts if keep is None else keep & counts
     if keep is None or is_true(keep.all()):
         return x, y, weights
     if not keep.any():

@@ -332,7 +332,7 @@ def warn_of_default_noise(posterior: Posterior) -> None:
         return
     posterior.cache.noise_seen = True
     fit = posterior.map_fit
-    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_observed, fit.n_outputs)
     if squares is None or fit.n_data * fit.n_outputs / len(squares) < _FEWEST:
         return
     sigma = posterior.hypers.sigma_noise.detach()

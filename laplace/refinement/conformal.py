@@ -28,7 +28,7 @@ from laplace.core.batch import Inputs, require_loader, to_device
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
-from laplace.likelihoods.checks import check_outputs
+from laplace.likelihoods.checks import check_outputs, refuse_gaps
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
@@ -235,6 +235,8 @@ class _Known:
 
     def residuals(self) -> Tensor:
         """Residuals y − f, `[N, C]`."""
+        for batch in self.data.batches:
+            refuse_gaps(batch.y, "conformal")
         pushed = self.data.push(self.start)
         return torch.cat([batch.y - batch.f - step for batch, step in zip(self.data.batches, pushed, strict=True)])
 

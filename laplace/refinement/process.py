@@ -80,6 +80,11 @@ class KernelData:
     n_data: float  # M, as the likelihood counts them
 
     @property
+    def n_observed(self) -> float:
+        """Observed targets of every output: none are missing."""
+        return self.n_data
+
+    @property
     def batches(self) -> Sequence[KernelBatch]:
         """All data are one batch."""
         return (self.batch,)

@@ -146,7 +146,7 @@ def _bounds(refiner: Refiner[S], model: LinearModel, covariance: S, at: Tensor) 
     """
     evidence, theta = refiner.evidence, model.offset + at
     sigma, temperature = (widened(value.detach()) for value in (evidence.sigma_noise, evidence.temperature))
-    n_data, n_outputs = model.data.n_data, model.n_outputs
+    n_data, n_outputs = model.data.n_observed, model.n_outputs
     expected = [
         model.likelihood.log_likelihood(terms, n_data, n_outputs, sigma, temperature) for terms in model.losses(at)
     ]

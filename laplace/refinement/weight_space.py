@@ -102,6 +102,15 @@ class LinearData:
         likelihood = self.engine.likelihood
         return as_count(sum(float(likelihood.count(batch.f, batch.y)) for batch in self.batches))
 
+    @property
+    def n_observed(self) -> float | Tensor:
+        """Observed targets of every output: `n_data`, or `[C]` where the likelihood counts entries."""
+        likelihood = self.engine.likelihood
+        seen = [likelihood.observations(batch.f, batch.y) for batch in self.batches]
+        counts = [one for one in seen if one is not None]
+        total = torch.stack(counts).sum(0) if counts else None
+        return self.n_data if total is None or bool((total == self.n_data).all()) else total
+
     def push(self, vector: Tensor) -> list[Tensor]:
         """J v of every batch, `[B, C]` each."""
         return [batch.linear.push(vector.unsqueeze(0))[0] for batch in self.batches]
@@ -170,6 +179,9 @@ class Shifted(Likelihood):
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return self.base.count(f, self._unpacked(y)[2])
 
+    def observations(self, f: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor | None:
+        return self.base.observations(f, self._unpacked(y)[2], weights)
+
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Loss at the centre, f + shift."""
         shift, _, targets = self._unpacked(y)
@@ -192,7 +204,7 @@ class Shifted(Likelihood):
         return self.base.sample_gradients(f, None, n_samples, generator)
 
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float | Tensor, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
         return self.base.log_likelihood(loss_terms, n_data, n_outputs, sigma_noise, temperature)
 

@@ -27,6 +27,7 @@ class Fit:
         n_outputs: C.
         coverage: Which layer rule or fallback explained every random parameter.
         draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
+        gaps: Numbers of observed targets per output, `[C]`, where entries of targets are missing; None if none are.
         is_weighed: Whether some of the data had weights of their own, which no other reading of the data knows.
     """
 
@@ -37,6 +38,12 @@ class Fit:
     coverage: dict[str, str] = field(default_factory=dict)
     draws: Tensor | None = None
     is_weighed: bool = False
+    gaps: Tensor | None = None
+
+    @property
+    def n_observed(self) -> float | Tensor:
+        """Number of observed targets of every output: N, or `[C]` where entries are missing."""
+        return self.n_data if self.gaps is None else self.gaps
 
     @property
     def H(self) -> Any:
@@ -57,7 +64,16 @@ class Fit:
             n_data=as_count(self.n_data + other.n_data),
             draws=other.draws,
             is_weighed=self.is_weighed or other.is_weighed,
+            gaps=self._with_gaps(other, 1.0),
         )
+
+    def _with_gaps(self, other: Fit, sign: float) -> Tensor | None:
+        """Observed targets of both, or of these without those."""
+        given = self.gaps if self.gaps is not None else other.gaps
+        if given is None:
+            return None
+        ours, theirs = (torch.as_tensor(fit.n_observed).to(given).expand_as(given) for fit in (self, other))
+        return ours + sign * theirs
 
     def scaled(self, factor: float) -> Fit:
         """The fit of data with the weight `factor` each.
@@ -72,6 +88,7 @@ class Fit:
             curvature=self.curvature.scaled(factor),
             loss_terms=factor * self.loss_terms,
             n_data=as_count(factor * self.n_data),
+            gaps=None if self.gaps is None else factor * self.gaps,
         )
 
     def minus(self, removed: Fit, *, signed: bool = False) -> Fit:
@@ -96,14 +113,16 @@ class Fit:
         dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
         curvature = narrowed(self.curvature, dtype).minus(narrowed(removed.curvature, dtype), signed=signed)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
-            return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
+            return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0, gaps=None)
         loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
-        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=as_count(left))
+        gaps = self._with_gaps(removed, -1.0)
+        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=as_count(left), gaps=gaps)
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
         """The same elsewhere."""
         curvature, losses = self.curvature.moved(device, dtype), self.loss_terms.to(device=device, dtype=dtype)
-        return replace(self, curvature=curvature, loss_terms=losses)
+        gaps = None if self.gaps is None else self.gaps.to(device)
+        return replace(self, curvature=curvature, loss_terms=losses, gaps=gaps)
 
     def _check_matches(self, other: Fit) -> None:
         if self.n_outputs != other.n_outputs:

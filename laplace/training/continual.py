@@ -96,7 +96,7 @@ class TaskFit:
         former = self.former.evidence(prior_precision=delta)
         fit, distance = self.fit, former.precision.quad(self.posterior.snapshot().mean - self.former.snapshot().mean)
         log_likelihood = joint.likelihood.log_likelihood(
-            fit.loss_terms, fit.n_data, fit.n_outputs, joint.sigma_noise, joint.temperature
+            fit.loss_terms, fit.n_observed, fit.n_outputs, joint.sigma_noise, joint.temperature
         )
         return log_likelihood - 0.5 * (joint.log_det_ratio - former.log_det_ratio + distance)
 
@@ -327,9 +327,13 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     f = batches.latent(call_with_context(la.weights.model, la.snapshot().call, x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
-    terms = likelihood.loss_terms(f, y)
+    terms, seen = likelihood.loss_terms(f, y), likelihood.observations(f, y)
     return -likelihood.log_likelihood(
-        terms, float(likelihood.count(f, y)), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
+        terms,
+        float(likelihood.count(f, y)) if seen is None else seen,
+        f.shape[1],
+        la.sigma_noise.detach(),
+        la.temperature.detach(),
     )
 
 
@@ -547,13 +551,14 @@ def _state_of_task(fit: Fit, mean: Tensor) -> dict[str, Any]:
         "n_outputs": fit.n_outputs,
         "coverage": dict(fit.coverage),
         "is_weighed": fit.is_weighed,
+        "gaps": None if fit.gaps is None else fit.gaps.clone(),
     }
 
 
 def _fit_of_task(task: dict[str, Any], structure: type[Curvature], device: torch.device) -> Fit:
     curvature, loss = structure.from_state(move(task["H"], device, None)), task["loss"].to(device, copy=True)
     size, coverage = (task["n_data"], task["n_outputs"]), dict(task["coverage"])
-    return Fit(curvature, loss, *size, coverage, is_weighed=task["is_weighed"])
+    return Fit(curvature, loss, *size, coverage, is_weighed=task["is_weighed"], gaps=task.get("gaps"))
 
 
 def _check(state: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -272,12 +272,12 @@ def _noises(pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, hypers: Hy
     present, read = hypers.sigma_noise, [piece for piece in pieces if isinstance(piece, Piece)]
     parts = [part for piece in read for part in grid.of(piece, present).at_networks(piece.data, grid.present)]
     mean, variance, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    squares = widened(y - mean).square().mean(0)
+    squares = widened(y - mean).square().nanmean(0)
     if present.ndim:
         present = noise_like(squares, present)
     elif unlike := unlike_squares(squares, len(y), present):
         warn(f"{unlike}.", CalibrationWarning)
-    size = widened((y - mean) / present).square().mean().sqrt().item()
+    size = widened((y - mean) / present).square().nanmean().sqrt().item()
     if not 0 < size < math.inf:
         return present.unsqueeze(0), present
     steps = torch.tensor([size * step for step in _NOISES], dtype=present.dtype, device=present.device)
@@ -344,7 +344,8 @@ class _Scores:
             return
         means, counts = [mean[rows.index] for mean, _, _ in latents], self._count_rows(rows)
         if scored.posterior.likelihood.target.labels_vary:
-            low, high = rows.y.aminmax()
+            labels = rows.y[~rows.y.isnan()]
+            low, high = labels.aminmax()
             self._lowest, self._highest = min(self._lowest, low.item()), max(self._highest, high.item())
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise

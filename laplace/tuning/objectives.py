@@ -121,7 +121,7 @@ def noise_warning(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor
     it may come close to n, and σ is then too large by √(n / (n − γ)).
     """
     fit = posterior.fit
-    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_observed, fit.n_outputs)
     if squares is None:
         return None
     noise = (widened(sigma_noise.detach()).square() * widened(temperature.detach())).sqrt()

@@ -51,6 +51,7 @@ class NativeEngine(CurvatureEngine):
     """
 
     weighs_data = True
+    takes_gaps = True
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
@@ -304,14 +305,31 @@ class NativeEngine(CurvatureEngine):
             self.seen.add(calls[0].x, batch.f, targets.y)
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
-        """Checked targets of outputs f `[B·T, C]`; every row has the weight of its sample."""
+        """Checked targets of outputs f `[B·T, C]`; rows have the weights of their samples, or targets their own."""
         checked = self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
         weights = self.data_weights
-        if weights is not None:
+        if weights is not None and weights.ndim > 1:
+            weights = target_rows(weights.to(f.device), f, positions, self.problem.channel_dim)
+            if weights.ndim > 1:
+                weights = self._of_entries(checked, weights)
+        elif weights is not None:
             if len(f) % len(weights):
                 raise InvalidData(f"{len(weights)} weights of data, but {len(f)} rows of outputs.")
             weights = weights.to(f.device).repeat_interleave(len(f) // len(weights))
         return Observed(self.likelihood, checked, weights)
+
+    def _of_entries(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Weights of every entry of checked targets, `[B, C]`; of one output those of the rows.
+
+        Raises:
+            InvalidData: Entries of a target have no loss of their own.
+        """
+        if weights.shape != y.shape or not self.likelihood.independent_outputs or not self.takes_gaps:
+            raise InvalidData(
+                f"the weights have shape {list(weights.shape)}, but likelihood={self.likelihood.name!r} has no loss of "
+                "every entry of its targets; give a weight for every datum, [B]."
+            )
+        return weights
 
     def _differentiable(self, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; it needs no rules."""
@@ -367,7 +385,8 @@ class NativeEngine(CurvatureEngine):
 
     def summary(self, f: Tensor, targets: Observed) -> BatchSummary:
         """Loss and number of data of a batch with outputs f `[B, C]`."""
-        return BatchSummary(targets.loss_terms(f.to(self.dtype)), targets.count(f), f.shape[1])
+        losses, count = targets.loss_terms(f.to(self.dtype)), targets.count(f)
+        return BatchSummary(losses, count, f.shape[1], targets.observations(f))
 
 
 @contextmanager

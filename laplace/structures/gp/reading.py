@@ -12,6 +12,7 @@ from laplace.core.positions import require_none
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.checks import refuse_gaps
 from laplace.structures.base import DataPass, require_finite
 
 HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
@@ -38,7 +39,9 @@ def observed(
     start = 0
     for jacobian, f in jacobians(engine, x):
         f = f.detach().to(torch.promote_types(f.dtype, least))
-        yield jacobian, f, engine.checked(f, y[start : start + len(f)])
+        targets = engine.checked(f, y[start : start + len(f)])
+        refuse_gaps(targets, POSITIONS[0].removesuffix(","))
+        yield jacobian, f, targets
         start += len(f)
 
 
