@@ -752,7 +752,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
                 continues from it, with bitwise equal results. It is removed at the end.
             save_every: Number of batches, or time, between two saves; None for ten minutes.
             weight_fn: Weights of the data in loss, curvature and `n_data`: `weight_fn(x, y)` returns `[B]`, at least 0,
-                for a batch as the loader gives it; 0 leaves a datum out. In the shape of y they are of single targets. None: all weights are 1.
+                for a batch as the loader gives it; 0 leaves a datum out. In the shape of y they are of single targets.
+                None: all weights are 1.
             dict_key_weight: Where batches are mappings: key of such weights. The model does not get that entry.
 
         Raises:

@@ -366,7 +366,7 @@ def unlike_outputs(posterior: Posterior, sigma_noise: Tensor, argument: str = "s
     `argument` is the one by which several are given.
     """
     fit = posterior.map_fit
-    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_data, fit.n_outputs)
+    squares = posterior.likelihood.mean_squares(widened(fit.loss_terms), fit.n_observed, fit.n_outputs)
     return "" if squares is None else unlike_squares(squares, fit.n_data, sigma_noise, argument)
 
 
