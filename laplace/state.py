@@ -298,7 +298,7 @@ def _require_numbers(state: State) -> None:
     if state.sigma_noise.numel() not in (1, state.n_outputs):
         raise StateError(f"sigma_noise has {state.sigma_noise.numel()} entries, the state {state.n_outputs} outputs.")
     if state.gaps is not None:
-        nested.require_sizes("gaps", state.gaps, (state.n_outputs,))
+        nested.require_sizes("gaps", state.gaps, state.n_outputs)
         if not bool(nested.is_finite(state.gaps.detach()) & (state.gaps >= 0).all()):
             raise StateError("the numbers of observed targets of the state must be finite and at least 0.")
     if state.draws is not None:
