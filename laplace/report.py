@@ -677,7 +677,7 @@ def _require_rows(probs: Tensor, name: str) -> None:
 
 def _require_sums(probs: Tensor, name: str) -> None:
     """Refuses rows that are no probabilities: logits, say, or sigmoids of them."""
-    values = probs.detach().double()
+    values = widened(probs.detach())
     tolerance = max(_SUM, 4 * torch.finfo(probs.dtype).eps)
     wrong = ~(((values.sum(1) - 1).abs() <= tolerance) & (values >= -tolerance).all(1))  # so is NaN
     if bool(wrong.any()):

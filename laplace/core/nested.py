@@ -31,7 +31,7 @@ from torch import Tensor
 
 from laplace.core.checks import all_finite
 from laplace.core.memory import ran_out
-from laplace.core.precision_policy import held_dtype
+from laplace.core.precision_policy import held_dtype, wide_dtype
 from laplace.errors import InvalidArgument, InvalidType, MissingDependency, StateError
 
 # Values by their parts: fields of a dataclass, items of a mapping or of a sequence.
@@ -239,7 +239,7 @@ _UNIT = 1e-3
 """Rounding of the length of an eigenvector in single precision, at most."""
 
 
-_SUMMED = (torch.float32, torch.float64)
+_SUMMED = (torch.float32, wide_dtype())
 """Dtypes of sums over data."""
 
 

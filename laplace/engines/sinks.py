@@ -20,7 +20,7 @@ from laplace.core import nested
 from laplace.core.gram import group_product
 from laplace.core.layout import Layout
 from laplace.core.nested import named_tensors
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import product_dtype, wide_dtype, widened
 from laplace.engines.kron_parts import (
     DENSE_BLOCK_LIMIT,
     UNUSED,
@@ -417,8 +417,9 @@ class PairOfSinks(Sink):
 class KronSink(Sink):
     """Kronecker factors of one batch, by key; exact dense or diagonal blocks of tensors without factors.
 
-    Products are formed and summed in float64. A posterior variance in a direction that the data leave open is 1/δ, and
-    1/(δ + ε λ) with the rounding ε of the largest eigenvalue λ: of inputs in the thousands ε λ exceeds δ in float32.
+    Products are formed and summed in float64, or summed alone (`product_dtype`). A posterior variance in a direction
+    that the data leave open is 1/δ, and 1/(δ + ε λ) with the rounding ε of the largest eigenvalue λ: of inputs in the
+    thousands ε λ exceeds δ in float32.
     """
 
     quantity = "kron"
@@ -433,6 +434,7 @@ class KronSink(Sink):
     def begin(self, form: BatchForm) -> None:
         self.problem, self.n_terms, self.reduce = form.problem, form.n_terms, form.reduce
         self.dtype, self.sources = wide_dtype(form.problem.device), form.sources()
+        self.product_dtype = product_dtype(form.block_dtype, form.problem.device)
 
     def put(self, values: KronParts) -> None:
         factors = values.every if self.probe is None else values.dense().factors
@@ -527,9 +529,9 @@ class KronSink(Sink):
     def _product(self, key: str, rows: Tensor | Patches) -> Tensor:
         """`_gram`, never of low rank."""
         if self.probe is None:
-            return gram_of(rows, self.dtype)
+            return gram_of(rows, self.product_dtype).to(self.dtype)
         rows = as_tensor(rows)
-        return group_product(rows, widened(self.probe(key, *rows.shape[-2:])))
+        return group_product(rows, self.probe(key, *rows.shape[-2:]).to(self.product_dtype)).to(self.dtype)
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:

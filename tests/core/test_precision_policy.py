@@ -94,6 +94,51 @@ def test_roots_are_narrow_where_that_loses_nothing() -> None:
     assert root_dtype(torch.float32, 1e5, 1.0, cpu) == root_dtype(torch.float32, 1.0, 0.0, cpu) == torch.float64
 
 
+class _Products(TorchDispatchMode):
+    """Notes in which types rows of a batch are multiplied: at least a hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            func._schema.name.removeprefix("aten::") in ("mm", "bmm", "addmm_", "baddbmm_")
+            and args[-1].shape[-2] >= 100
+        ):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_cards_with_slow_float64_multiply_in_float32_and_sum_in_float64(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    expected = tour(model, "all", "kron")
+    monkeypatch.setattr(precision_policy, "has_fast_float64", lambda device: fast)
+    la = Laplace(model, "classification", "all", "kron")
+    batch = torch.randn(200, 3), torch.arange(200) % 2
+    la.fit([batch])
+    with _Products() as products:
+        la.fit([(-batch[0], batch[1])], override=False)
+    assert (torch.float64 in products.dtypes) is fast
+    assert all(sums.dtype == torch.float64 for sums in la.fitted().curvature.parts.factors.values())
+    for found, truth in zip(tour(model, "all", "kron"), expected, strict=True):
+        assert torch.allclose(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((8, 6), False), ((9, 0), True)])
+def test_float64_is_fast_on_cards_for_computing(
+    capability: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert precision_policy.has_fast_float64(torch.device("cuda")) is fast
+    assert precision_policy.has_fast_float64(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 @pytest.mark.parametrize("structure", ["full", "block", "diag", "kron", "ekfac", "lowrank", "lowrank_kron"])
 def test_on_a_device_without_float64_nothing_is_float64(
