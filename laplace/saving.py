@@ -17,7 +17,8 @@ from laplace.core.arguments import check_flag
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
-from laplace.network.model_guard import model_lock, named_modules_of
+from laplace.network.model_guard import model_lock
+from laplace.network.tree import named_modules_of
 from laplace.posterior.posterior import Choices
 
 if TYPE_CHECKING:

@@ -41,7 +41,6 @@ from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.categorical import classes_of
 from laplace.likelihoods.checks import refuse_gaps
-from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Caller, Problem, reduce_features
 
 
@@ -310,7 +309,7 @@ class PackageEngine(CurvatureEngine):
             return None, reasons
         try:
             with (
-                preserve_model(self.problem.module),
+                watched.problem.apart(),
                 without_cudnn(self.problem.module),
                 warnings.catch_warnings(),  # packages call deprecated functions of PyTorch
                 torch.inference_mode(False),
@@ -334,9 +333,9 @@ class PackageEngine(CurvatureEngine):
         if self.needs_plan:
             return self.native.observe(x, y)
         x = detached(x)
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            capture = record(self.problem, x, loop=False)
-        watched = ForwardPass(self.problem, x, capture, (), self.native.memory_budget)
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            capture = record(problem, x, loop=False)
+        watched = ForwardPass(problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)
 
     def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:

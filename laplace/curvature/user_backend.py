@@ -20,7 +20,7 @@ from laplace.engines.sinks import BatchForm, KronSink, Sink
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian, chosen
-from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
+from laplace.network.model_guard import gradients_set_aside, hooks_put_back, users_own
 
 if TYPE_CHECKING:
     from laplace.curvature.interface import CurvatureInterface
@@ -174,8 +174,8 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name
     """A user's loss, with the number of samples and outputs from one forward pass."""
     problem = engine.problem
     dtype = torch.promote_types(problem.dtype, torch.float32)
-    with torch.no_grad(), preserve_model(problem.module):
-        f = problem.run(problem.detached(), detached(x)).to(dtype)
+    with torch.no_grad(), problem.apart() as own:
+        f = own.run(own.detached(), detached(x)).to(dtype)
     require_no_positions(f.shape[1:-1], name)
     y = engine.checked(f, y)
     terms = torch.as_tensor(loss, dtype=dtype, device=f.device).detach().reshape(1)
@@ -185,6 +185,6 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name
 @contextmanager
 def users_call(module: torch.nn.Module) -> Iterator[None]:
     """Context of a call of a user's method: evaluation mode, gradients enabled, the model restored afterwards."""
-    with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
+    with users_own(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
         with torch.inference_mode(False), without_cudnn(module), torch.enable_grad():
             yield

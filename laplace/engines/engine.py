@@ -25,7 +25,6 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import Loss, recovered_targets, refuse_gaps, require_logits
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.network.model_guard import preserve_model
 from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem
 
@@ -386,8 +385,8 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     """f(x, θ*), `[B, C]`, by one forward pass."""
     problem = engine.problem
     x = batches.to_device(x, problem.device)
-    with preserve_model(problem.module):
-        f = problem.run(problem.detached(), x if create_graph else detached(x))
+    with problem.apart() as own:
+        f = own.run(own.detached(), x if create_graph else detached(x))
     rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
     require(
         rows.values.isfinite(),

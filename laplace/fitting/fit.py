@@ -45,7 +45,7 @@ from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context, noticing_swap
-from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
+from laplace.network.model_guard import apart, autograd_mode, hooks_fire, reading, same_random_state
 from laplace.network.watch import DeterminismCheck, ReferenceOutputs
 from laplace.posterior.posterior import Choices, Posterior, match_lengths
 from laplace.posterior.user_hooks import HookedPass, number_of_data
@@ -345,7 +345,7 @@ def _begin_reading(
     loader: Iterable[Any], dict_key_y: str, device: torch.device
 ) -> tuple[Inputs, Tensor, Iterable[Any]] | None:
     """Inputs and targets of the first batch, if there is one, and an iterable that still gives every batch."""
-    iterator = iter(loader)
+    iterator = reading(loader)
     try:
         head = next(iterator)
     except StopIteration:
@@ -375,7 +375,7 @@ class _WithFirstBatch:
         if self.rest is not None:
             yield self.head
         rest, self.rest = self.rest, None
-        yield from self.loader if rest is None else rest
+        yield from reading(self.loader) if rest is None else rest
 
 
 def infer_from_first_batch(
@@ -403,8 +403,8 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
         return posterior
     require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
-    with preserve_model(posterior.model), torch.no_grad():
-        f = _of_one(lambda some: batches.latent(call_with_context(posterior.model, posterior.call, some)), detached(x))
+    with apart(posterior.model, posterior.call) as model, torch.no_grad():
+        f = _of_one(lambda some: batches.latent(call_with_context(model, posterior.call, some)), detached(x))
     channel_dim = channel_of(f, y[: len(f)])
     return posterior if channel_dim is None else posterior.with_channels(channel_dim)
 
@@ -421,8 +421,8 @@ def _look_for_sigmoid(posterior: Posterior, reference: ReferenceOutputs | None) 
 
 def _with_graph(problem: Problem, x: Inputs) -> Tensor:
     """Outputs of the first datum, with the graph that leads to the random weights."""
-    with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
-        return _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
+    with problem.apart() as own, hooks_fire(own.module), torch.enable_grad():
+        return _of_one(lambda some: own.run(own.stand_ins(), some), detached(x))
 
 
 def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.grid import from_names
-from laplace.network.model_guard import preserve_model
+from laplace.network.model_guard import apart
 from laplace.parametric import ParametricLaplace
 
 try:
@@ -473,8 +473,8 @@ def _check_outputs(module: nn.Module, x: Tensor, n_outputs: int) -> None:
     Raises:
         InvalidArgument: They have another shape.
     """
-    with torch.no_grad(), preserve_model(module):
-        shape = module.eval()(x[:2]).shape
+    with torch.no_grad(), apart(module) as own:
+        shape = own(x[:2]).shape
     if tuple(shape) != (len(x[:2]), n_outputs):
         raise InvalidArgument(
             f"the network's outputs of {len(x[:2])} data have shape {list(shape)}; y asks for {n_outputs} outputs, one "

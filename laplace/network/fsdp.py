@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace.core.processes import Processes
 from laplace.errors import UnsupportedError
-from laplace.network.model_guard import modules_of, tensors_of
+from laplace.network.tree import modules_of, tensors_of
 
 _SPREAD = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.tensor",
            "torch.distributed._tensor")  # fmt: skip

@@ -20,7 +20,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidInputs, InvalidType, LaplaceError
-from laplace.network.model_guard import preserve_model
+from laplace.network.model_guard import apart
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
@@ -59,8 +59,8 @@ def noticing_swap(model: nn.Module, forward_fn: ForwardFn | None, y: Tensor) -> 
         yield
     except InvalidInputs as error:
         try:
-            with preserve_model(model), torch.no_grad():
-                output = (forward_fn or batches.call)(model, y)
+            with apart(model, forward_fn) as own, torch.no_grad():
+                output = (forward_fn or batches.call)(own, y)
         except (*_FAILURES, LookupError, AttributeError) as second:
             if ran_out(second):
                 raise

@@ -3,31 +3,92 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import filterfalse
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.network.apart import copied, needs_itself, original
+from laplace.network.tree import modules_of, tensors_of
 
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_LOCKS_GUARD = threading.Lock()
-_FUSED_GUARD = threading.Lock()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, tuple[int, threading.RLock]] = weakref.WeakKeyDictionary()
+T = TypeVar("T")
+
+_GUARD = threading.RLock()  # which a signal handler may want that interrupts its holder
 _FUSED: list[bool] = []
 """What the switch of PyTorch's fused encoder layers was set to before the calls that are under way."""
 
 
-def model_lock(model: nn.Module) -> threading.RLock:
-    """The lock of a model, for every reader of its parameters: another thread may have put others in their place."""
-    with _LOCKS_GUARD:
-        return _LOCKS.get(model) or _LOCKS.setdefault(model, threading.RLock())
+def model_lock(model: nn.Module) -> AbstractContextManager[object]:
+    """For every reader of parameters of networks that run as they are: another thread may have put others there."""
+    return _held(_locks_of(modules_of(model))) if _LOCKS else _AS_IT_IS
+
+
+def _locks_of(modules: list[nn.Module], *, new: bool = False) -> list[threading.RLock]:
+    """Locks of those modules that have one, or get one, in an order that all threads share: networks share modules."""
+    with _GUARD:
+        if new:
+            for module in modules:
+                if module not in _LOCKS:
+                    _LOCKS[module] = next(_NUMBERS), threading.RLock()
+        return [lock for _, lock in sorted(filter(None, map(_LOCKS.get, modules)))]
+
+
+_NUMBERS = itertools.count()
+
+
+def _in_a_child() -> None:
+    """After a fork: threads of the parent are not here, to release what they held and put back what they changed."""
+    global _GUARD  # noqa: PLW0603
+    _GUARD = threading.RLock()
+    for module, (number, _) in list(_LOCKS.items()):
+        _LOCKS[module] = number, threading.RLock()
+    if _FUSED:
+        torch.backends.mha.set_fastpath_enabled(_FUSED[0])
+        _FUSED.clear()
+
+
+_WAITED = 10.0
+"""Seconds that a fork waits for every network that another thread runs as it is."""
+
+
+class _Fork(threading.local):
+    """Locks that a thread holds while it forks, so that a child finds networks that are put back."""
+
+    def __init__(self) -> None:
+        self.held: list[threading.RLock] = []
+
+    def before(self) -> None:
+        self.held = [lock for lock in _locks_of(list(_LOCKS)) if lock.acquire(timeout=_WAITED)]
+
+    def after(self) -> None:
+        for lock in self.held:
+            lock.release()
+        self.held = []
+
+
+_FORK = _Fork()
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(before=_FORK.before, after_in_parent=_FORK.after, after_in_child=_in_a_child)
+
+
+@contextmanager
+def _held(locks: list[threading.RLock]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield
 
 
 def require_module(model: nn.Module) -> nn.Module:
@@ -42,14 +103,9 @@ def require_module(model: nn.Module) -> nn.Module:
     if not all(map(_holds_numbers, tensors_of(modules_of(model)))):  # which asks for no names
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _require_numbers(name, tensor)
+    if needs_itself(model):
+        _locks_of(modules_of(model), new=True)
     return model
-
-
-def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and buffers of these modules themselves."""
-    for module in modules:
-        for table in (module._parameters, module._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
 
 
 def _holds_numbers(tensor: Tensor) -> bool:
@@ -94,69 +150,70 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
-    modules: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in modules:
-            modules[id(module)] = module
-            if children := module._modules:
-                waiting.extend(reversed(children.values()))
-    return list(modules.values())
+@contextmanager
+def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
+    """What to run for a network in a block of passes: a copy of its modules, in evaluation mode, that nobody else has.
 
+    The network is not written to, and other threads may call it meanwhile, or fit it. Networks of which no copy can be
+    made (`needs_itself`) run as they are: one thread at a time, by locks of their modules, and put back afterwards.
 
-def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The same with their names, as `model.named_modules()` has them."""
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) not in modules:
-            modules[id(module)] = name, module
-            if children := module._modules:
-                prefix = f"{name}." if name else ""
-                waiting.extend((prefix + key, child) for key, child in reversed(children.items()) if child is not None)
-    return list(modules.values())
+    Args:
+        model: The network.
+        call: The function that calls it, if it is the user's: it may know the network by other ways.
+    """
+    model = original(model)
+    with _same_numbers(model), _one_network(model):
+        if not needs_itself(model, call):
+            yield copied(model)
+            return
+        modules = modules_of(model)
+        with _held(_locks_of(modules, new=True)):
+            state = _State(modules)
+            try:
+                state.evaluate()
+                yield model
+            finally:
+                state.restore()
 
 
 @contextmanager
-def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a call; flags, attributes, buffers and the global random state are put back.
-
-    A forward pass may write too (a counter, a stored activation, which would keep a graph alive), so attributes and
-    buffers are put back along with the flags. Calls on one model are serialised by a lock, since hooks and
-    substituted parameters live on the module while a forward pass runs.
-    """
-    with model_lock(model):
-        state = _State(modules_of(model))
+def users_own(model: nn.Module) -> Iterator[None]:
+    """The network itself in evaluation mode, for foreign code that holds it; it is put back afterwards."""
+    modules = modules_of(model)
+    with _held(_locks_of(modules, new=True)), _same_numbers(model), _one_network(model):
+        state = _State(modules)
         try:
-            with same_random_state(model), _one_network():
-                state.evaluate()
-                yield
+            state.evaluate()
+            yield
         finally:
             state.restore()
 
 
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
 @contextmanager
-def _one_network() -> Iterator[None]:
+def _one_network(model: nn.Module) -> Iterator[None]:
     """Turns PyTorch's fused encoder layers off, which run without gradients only and give zeros where data are padded.
 
     With them a network would be one function where it is differentiated and another where it is not. The switch is one
     of the process: the first call in any thread turns it, the last one puts it back.
     """
-    with _FUSED_GUARD:
+    if not any(isinstance(module, _ATTENTION) for module in modules_of(model)):
+        yield
+        return
+    with _GUARD:
         _FUSED.append(torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        with _FUSED_GUARD:
-            before = _FUSED[0]
-            _FUSED.pop()
-            if not _FUSED:
-                torch.backends.mha.set_fastpath_enabled(before)
+        with _GUARD:
+            if _FUSED:  # which a child of a fork has put back
+                before = _FUSED[0]
+                _FUSED.pop()
+                if not _FUSED:
+                    torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -239,16 +296,107 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
 
 
+def is_alone() -> bool:
+    """True if no other thread was started in Python: those of PyTorch's backward passes draw nothing."""
+    own = threading.current_thread()
+    return all(thread is own or isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
+
+
+class _OpenBlocks(threading.local):
+    """Blocks of a thread after which random state is to be put back, unless another thread has drawn meanwhile."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+@dataclass(eq=False)
+class _Block:
+    before: Tensor  # State of the CPU's generator
+    loaded: Tensor | None = None  # That after the last batch of a loader, which draws in this thread
+    others_drew: bool = False
+
+    def compare(self) -> None:
+        """Notes if another thread has drawn since the last batch: nothing of this library does, but what is put back.
+
+        Of a process with one thread nobody else has.
+        """
+        if not is_alone():
+            then = self.before if self.loaded is None else self.loaded
+            self.others_drew |= not torch.equal(then, torch.default_generator.get_state())
+
+
+_OPEN = _OpenBlocks()
+
+
 @contextmanager
 def same_random_state(model: nn.Module) -> Iterator[None]:
-    """Puts the global random state of the CPU and of the model's devices back, whatever is drawn in between."""
+    """Puts the global random state of the CPU and of the model's devices back, whatever this thread draws in between.
+
+    Not where another thread has drawn as well, whose numbers would come twice.
+    """
     generators = generators_of(model)
+    states = [generator.get_state() for generator in generators]
+    block = _Block(states[0])
+    _OPEN.blocks.append(block)
+    try:
+        yield
+    finally:
+        _OPEN.blocks.remove(block)
+        if block.loaded is not None:
+            block.compare()
+        if not block.others_drew:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def reading(loader: Iterable[T]) -> Iterator[T]:
+    """Batches of a loader, whose random numbers are told from those that other threads draw meanwhile."""
+    rest: Iterator[T] | None = None
+    while True:
+        for block in _OPEN.blocks:
+            block.compare()
+        try:
+            rest = iter(loader) if rest is None else rest
+            batch = next(rest)
+        except StopIteration:
+            return
+        finally:
+            for block in _OPEN.blocks:
+                block.loaded = torch.default_generator.get_state()
+        yield batch
+
+
+_DRAWS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Networks of which passes are known to draw global random numbers."""
+
+
+def known_to_draw(model: nn.Module) -> None:
+    """Notes that passes of a network draw global random numbers, and not another thread meanwhile."""
+    _DRAWS.add(original(model))
+    for block in _OPEN.blocks:
+        block.others_drew, block.loaded = False, torch.default_generator.get_state()
+
+
+@contextmanager
+def _same_numbers(model: nn.Module) -> Iterator[None]:
+    """Passes of a network, after which random state is as it was, but for what other threads draw.
+
+    Most networks draw nothing in evaluation mode: where the state has changed, and there are other threads, they did.
+    """
+    network, generators = original(model), generators_of(model)
     states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        if not all(map(torch.equal, states, [generator.get_state() for generator in generators])):
+            if is_alone():
+                _DRAWS.add(network)
+            if network in _DRAWS:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+            else:
+                for block in _OPEN.blocks:
+                    block.others_drew = True
 
 
 class _State:
@@ -268,13 +416,13 @@ class _State:
         ]
         tables = ((module, module._buffers) for module in modules)
         self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]
-        groups: dict[object, list[tuple[nn.Module, Tensor, int]]] = {}
-        for module, buffers in self.buffers:
+        groups: dict[object, list[Tensor]] = {}
+        for _, buffers in self.buffers:
             for buffer in buffers.values():
-                if _is_counted(buffer):
-                    groups.setdefault(_form(buffer), []).append((module, buffer, buffer._version))
+                if _can_be_written(buffer):
+                    groups.setdefault(_form(buffer), []).append(buffer)
         with torch.no_grad():
-            self.values = [(group, _copies([buffer for _, buffer, _ in group])) for group in groups.values()]
+            self.values = [(group, _copies(group)) for group in groups.values()]
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
@@ -283,11 +431,10 @@ class _State:
                 module.training = False
 
     def restore(self) -> None:
-        """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
-        # A forward pass may turn the training mode on: batch norm writes then, which autograd does not count.
-        written = [(buffer, copies[i]) for group, copies in self.values
-                   for i, (module, buffer, version) in enumerate(group)
-                   if buffer._version != version or module.training]  # fmt: skip
+        """Puts attributes, flags and buffers back; buffers are written only if they have other numbers."""
+        # Autograd does not count all writes, so that values are compared.
+        written = [(buffer, copies[i]) for group, copies in self.values for i, buffer in enumerate(group)
+                   if not same_numbers(buffer, copies[i])]  # fmt: skip
         for module, training, attributes in self.modules:
             own = module.__dict__
             own.update(attributes)
@@ -316,8 +463,15 @@ def _put_back(table: dict[str, Tensor | None], buffers: dict[str, Tensor | None]
             table[name] = buffer
 
 
-def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """True if autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """True if a buffer is as its copy, NaN and all."""
+    if a.layout is not torch.strided or a.is_quantized:
+        return False
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _can_be_written(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """True unless a buffer was made in inference mode, outside of which it cannot be written to."""
     return buffer is not None and not buffer.is_inference()
 
 

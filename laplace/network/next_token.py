@@ -22,7 +22,7 @@ from laplace.core.batch import CallByName, Inputs
 from laplace.core.checks import is_true
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
-from laplace.network.model_guard import autograd_mode, preserve_model
+from laplace.network.model_guard import apart, autograd_mode
 
 IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
@@ -139,10 +139,10 @@ def _asked(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
     def loss(position: int, label: int) -> Tensor | None:
         labels = torch.full_like(y[:1], IGNORED, dtype=torch.long, device=device)
         labels[:, position] = label
-        value = _loss(model, datum, labels)
+        value = _loss(own, datum, labels)
         return None if value is None else value.nan_to_num()  # a mean over no labels
 
-    with preserve_model(model), autograd_mode(), torch.no_grad():
+    with apart(model) as own, autograd_mode(), torch.no_grad():
         nothing = loss(0, IGNORED)
         if nothing is None:
             return None

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import filterfalse
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.core import batch as batches
 from laplace.core import checks
@@ -24,17 +25,20 @@ from laplace.core.memory import ran_out
 from laplace.core.nested import n_bytes, stored
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
+from laplace.network.apart import is_set
 from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
 from laplace.network.model_guard import (
+    apart,
     autograd_mode,
     generators_of,
     hooks_fire,
+    is_alone,
+    known_to_draw,
     model_lock,
-    modules_of,
-    named_modules_of,
-    preserve_model,
+    same_numbers,
     same_random_state,
 )
+from laplace.network.tree import modules_of, named_modules_of
 
 ROWS, _WHOLE = 2, 64
 """Data that are kept at most: of a network that takes parts of a batch, and of one that takes whole ones alone."""
@@ -43,6 +47,9 @@ _INPUT_BYTES = 64 * 2**20
 _KEPT_OUTPUTS = 2**20
 _ROUNDING, _LARGEST_SHARE = 1000, 0.1
 _OTHER_KERNELS = 0.01
+
+_NAMED = 3
+"""Changed tensors that an error names."""
 
 _PASSES = 32
 """Passes at most until one differs of a network that draws random numbers: those of two data are often the same."""
@@ -118,8 +125,8 @@ def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn, *, with_gradients: bool = False) -> Tensor:
     """Outputs in evaluation mode, `[B, …]`, by a pass that autograd records as it does those of a fit, or does not."""
-    with autograd_mode(), torch.set_grad_enabled(with_gradients), preserve_model(model):
-        return batches.latent(call(model, _copied(x))).detach()
+    with autograd_mode(), torch.set_grad_enabled(with_gradients), apart(model, call) as own:
+        return batches.latent(call(own, _copied(x))).detach()
 
 
 def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = False) -> bool:
@@ -195,6 +202,8 @@ class DeterminismCheck:
         self.reference: ReferenceOutputs | None = None
         self._written: list[str] = []
         self._draws = False
+        self._buffers: list[str] = []
+        self._depends = False
         self._fitted: Tensor | None = None
         self._early: tuple[Inputs, Tensor] | None = None
 
@@ -226,6 +235,8 @@ class DeterminismCheck:
         elif rows is not x:  # which its owner may change
             beside = self._fitted is not None and len(y) > len(self._fitted)
             is_alone = beside and self._fitted is not None and self._same(self._fitted, outputs)
+            if self._buffers and (self._depends or (beside and not is_alone)):
+                warn(_writing(self._buffers), ApproximationWarning)
             self.reference = ReferenceOutputs.of(rows, outputs, self.call, self._written, is_alone=is_alone)
 
     def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor | None] | None:
@@ -272,17 +283,55 @@ class DeterminismCheck:
         return len(fitted) == len(again) and not differ(fitted.flatten(), again.flatten(), self.model)
 
     def _noting(self, model: nn.Module, x: Inputs) -> object:
-        """Calls the network, and notes whether that draws random numbers, and which plain attributes it writes.
+        """Calls a copy of the network, and notes what that draws and writes.
 
-        These are put back afterwards.
+        That is whether it draws random numbers, which plain attributes and buffers it writes, and whether the next
+        call gives other outputs for it.
         """
         generators, before = generators_of(model), attributes_of(model)
+        buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         states = [generator.get_state() for generator in generators]
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
+        if self._draws and not is_alone():  # which may have drawn meanwhile
+            with _Drawing() as drawing:
+                self.call(model, _copied(x))
+            self._draws = drawing.drew
+        if self._draws:
+            known_to_draw(model)
         after = attributes_of(model)
         self._written = [] if after == before else changed_names(digests(before), digests(after))
+        now = dict(model.named_buffers())
+        self._buffers = [name for name, (buffer, copy) in buffers.items()
+                         if now.get(name) is not buffer or not same_numbers(buffer, copy)]  # fmt: skip
+        if self._buffers and not self._draws:
+            first, again = (batches.latent(out).detach() for out in (output, self.call(model, _copied(x))))
+            self._depends = differ(first, again, self.model)
         return output
+
+
+class _Drawing(TorchDispatchMode):
+    """Sees whether operations of this thread draw global random numbers.
+
+    Attributes:
+        drew: Whether one did.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, or the first operation imports PyTorch's compiler."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        self.drew |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and given.get("generator") is None
+        return func(*args, **given)
 
 
 @dataclass(frozen=True)
@@ -301,6 +350,14 @@ _RANDOM = (
     "and every prediction see one draw, as if it were part of the network. Often it is F.dropout(x, p), which drops "
     "also in evaluation mode: use nn.Dropout, or F.dropout(x, p, training=self.training)."
 )
+
+
+def _writing(names: list[str]) -> str:
+    return (
+        f"a forward pass in evaluation mode writes the buffers {names}, on which the network's outputs depend. Fits "
+        "and predictions start every pass from the buffers at the fit, and leave them so; a call of your own changes "
+        "them, and with them the network. Write buffers in training mode only (if self.training: ...)."
+    )
 
 
 # What modules hold besides parameters, buffers and submodules.
@@ -470,18 +527,9 @@ def _parts(value: Any) -> list[tuple[object, Any]]:
     if isinstance(value, MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
     if isinstance(value, FunctionType):
-        variables = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        variables = [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
         return [("defaults", value.__defaults__), *enumerate(variables)]
     return []
-
-
-def _is_set(cell: CellType) -> bool:
-    """True if a variable of the functions around a function has a value by now."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 # Whether the network is the one that was fitted, without a copy of it.
@@ -600,12 +648,23 @@ class Fingerprint:
             )
         if not same_sums(checksums(model), self.sums):
             return ModelChangedError(
-                "the network's weights or buffers changed after fit (a call in training mode writes the running "
-                "statistics of BatchNorm), so its predictions do not belong to this posterior any more; call fit "
-                "again, or load the weights and buffers at which it was fitted. Samples of a last layer "
-                "belong into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own layer."
+                f"the network's weights or buffers changed after fit{self._named_changes(model)} (a call in training "
+                "mode writes the running statistics of BatchNorm), so its predictions do not belong to this posterior "
+                "any more; call fit again, or load the weights and buffers at which it was fitted; buffers that a pass "
+                "in evaluation mode writes are to be written in training mode only. Samples of a last layer belong "
+                "into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own layer."
             )
         return None
+
+    def _named_changes(self, model: nn.Module) -> str:
+        """Names of the tensors that have other numbers, where there are as many as at the fit."""
+        sums, tensors = checksums(model), _tensors(modules_of(model))
+        if len(sums) != len(self.sums):
+            return ""
+        named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        rows = ((named.get(id(tensor)), sums[n : n + 1], self.sums[n : n + 1]) for n, tensor in enumerate(tensors))
+        changed = [name for name, now, then in rows if name is not None and not same_sums(now, then)]
+        return f", {changed[:_NAMED]}{' and more' if len(changed) > _NAMED else ''}," if changed else ""
 
 
 class ModelWatch:

@@ -26,7 +26,7 @@ from laplace.engines.native.autograd import without_cudnn
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Observed
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
@@ -87,14 +87,14 @@ def _scaled_gradient(posterior: Posterior, loader: Iterable[Any], weights: DataW
     scale = _scale(posterior)
     total = widened(torch.zeros_like(posterior.expansion_point))
     loader = loader if weights is None else weights.loader(loader, key)
-    for batch in loader:
+    for batch in reading(loader):
         counted = next_token.weighed(batch, key, problem.device, engine.target_rules, problem.module)
         if counted is None:
             continue
         x, y, counts = counted
-        with preserve_model(problem.module), without_cudnn(problem.module), torch.enable_grad():
-            tensors = problem.stand_ins()
-            f = problem.run(tensors, x)
+        with problem.apart() as own, without_cudnn(own.module), torch.enable_grad():
+            tensors = own.stand_ins()
+            f = own.run(tensors, x)
             positions, rows = tuple(f.shape[1:-1]), f.flatten(0, -2)
             checked = engine.checked(rows.detach(), target_rows(y, rows, positions, problem.channel_dim))
             if counts is not None:

@@ -28,7 +28,7 @@ from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.sampled import finite, sampler
 
@@ -186,7 +186,7 @@ class _Rows:
     def _computed(self) -> Iterator[Tensor]:
         posterior, key = self.posterior, self.posterior.choices.dict_key_y
         engine, problem, likelihood = posterior.engine, posterior.problem, posterior.likelihood
-        for item in self.loader:
+        for item in reading(self.loader):
             counted = next_token.counted(item, key, problem.device, engine.target_rules, problem.module)
             if counted is None:
                 continue

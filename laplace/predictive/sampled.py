@@ -28,7 +28,6 @@ from laplace.engines.native.autograd import slow_batching_accepted, without_cudn
 from laplace.engines.native.forward import owners
 from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import SampleSource, widest
 from laplace.weights.problem import Problem
 
@@ -87,7 +86,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
     """Outputs by a pass for each sample."""
     at_once = max(1, CHUNK_BYTES // _weight_bytes(problem, thetas))  # where a few entries are random, tensors are made
     outputs: list[Tensor] = []
-    with preserve_model(problem.module):
+    with problem.apart() as problem:
         fixed = problem.detached()
         for part in thetas.split(at_once):
             stacked = problem.stacked(part)
@@ -100,7 +99,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
 
 def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor:
     """Outputs by passes of several samples; raises whatever vmap or the network raises where it cannot be run so."""
-    with preserve_model(problem.module), _attention_by_rule(), slow_batching_accepted():
+    with problem.apart() as problem, _attention_by_rule(), slow_batching_accepted():
         fixed = problem.detached()
 
         def run(part: slice) -> Tensor:
@@ -145,10 +144,10 @@ def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -
     """Samples that one pass should take; 1 for a pass for each."""
     counter = _Counter()
     try:
-        with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _attention_by_rule():
-            problem.outputs(x)  # what a first pass compiles must not be compiled while it is watched
+        with problem.apart() as own, own.holding(own.substituted(thetas[0])), _attention_by_rule():
+            own.outputs(x)  # what a first pass compiles must not be compiled while it is watched
             with _compiled_code_run_eagerly(), counter:
-                problem.outputs(x)
+                own.outputs(x)
     except Exception:  # of operations that cannot be watched, say; a fault of the network is raised again later
         return 1
     # A kernel may want the weights in another order, in a copy.
@@ -371,31 +370,31 @@ class ReparameterisedOutputs(SampleSource):
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         self.posterior.check_unchanged()
         problem, mean = with_arguments(self.problem, self.model_kwargs), self.posterior.mean
-        layers = self.layers()
-        shared = self._shared(layers)
+        shared = self._shared(problem, self.layers(problem))
         noise = standard_normal((n, int(shared.sum())), mean, generator)
         x = batches.to_device(self.x, problem.device)
         x = x if self.through_x else detached(x)
         drawn: list[Tensor] = []
-        with preserve_model(problem.module), ExitStack() as hooks:
+        with problem.apart() as own, ExitStack() as hooks:
+            layers = self.layers(own)
             fired = hooks.enter_context(_noisy(layers, generator))
             for row in noise:
                 theta = mean.clone()
                 theta[shared] += self.variances[shared].sqrt() * row
                 fired.clear()
-                drawn.append(problem.run(problem.substituted(theta), x))
-                self._require_once(layers, fired)
+                drawn.append(own.run(own.substituted(theta), x))
+                self._require_once(own, layers, fired)
         samples = finite(torch.stack(drawn))
         rows = OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
         return rows if self.choice is None else self.choice.picked(rows)
 
-    def layers(self) -> dict[nn.Module, dict[str, Tensor]]:
+    def layers(self, problem: Problem) -> dict[nn.Module, dict[str, Tensor]]:
         """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""
         noisy: dict[nn.Module, dict[str, Tensor]] = {}
-        holders = owners(self.problem)
-        parts = self.problem.layout.split(self.variances)
+        holders = owners(problem)
+        parts = problem.layout.split(self.variances)
         for owner in holders:
-            slot = self.problem.slots[owner.slot]
+            slot = problem.slots[owner.slot]
             rule = rule_for(owner.module)
             alone = sum(other.slot == owner.slot for other in holders) == 1
             # A layer that is used in another way as well is sampled.
@@ -407,18 +406,18 @@ class ReparameterisedOutputs(SampleSource):
             variances.setdefault("weight", torch.zeros_like(module.get_parameter("weight").detach()))
         return noisy
 
-    def _shared(self, layers: Mapping[nn.Module, Mapping[str, Tensor]]) -> Tensor:
+    def _shared(self, problem: Problem, layers: Mapping[nn.Module, Mapping[str, Tensor]]) -> Tensor:
         """True for the entries that take sampled weights, `[P]`."""
-        noisy = {o.slot for o in owners(self.problem) if o.attribute in layers.get(o.module, {})}
-        sizes = self.problem.layout.sizes
+        noisy = {o.slot for o in owners(problem) if o.attribute in layers.get(o.module, {})}
+        sizes = problem.layout.sizes
         each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.variances.device)
         return each.repeat_interleave(torch.tensor(sizes, device=self.variances.device))
 
-    def _require_once(self, layers: Mapping[nn.Module, Any], fired: list[nn.Module]) -> None:
+    def _require_once(self, problem: Problem, layers: Mapping[nn.Module, Any], fired: list[nn.Module]) -> None:
         """Raises unless every layer was called once: two calls with noise of their own share no weights."""
         for module in layers:
             if fired.count(module) != 1:
-                name = next(name for name, other in self.problem.module.named_modules() if other is module)
+                name = next(name for name, other in problem.module.named_modules() if other is module)
                 raise UnsupportedError(
                     f"layer {name!r} is called {fired.count(module)} times in a forward pass; local "
                     "reparameterisation draws noise per call and needs one. Use local_reparameterization=False."

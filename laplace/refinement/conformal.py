@@ -30,7 +30,7 @@ from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.likelihoods.checks import check_outputs, refuse_gaps
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
@@ -156,7 +156,7 @@ def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
     require_loader(loader, "val_loader")
     held = copy.copy(la)  # which keeps its posterior, whatever is assigned later
     scores: list[Tensor] = []
-    for batch in loader:
+    for batch in reading(loader):
         x, y = next_token.split(batch, posterior.choices.dict_key_y, posterior.model, posterior.engine.target_rules)
         mean, deviation = _moments(held, x)
         if y.shape != mean.shape:

@@ -36,7 +36,7 @@ from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.checks import for_each
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.predict import Predictor
 
@@ -206,7 +206,7 @@ class _Gradients:
         """What `measure` makes of gradients and losses, `[R, B]` of every batch; 0 where a label is ignored."""
         batches.require_loader(loader, "loader")
         bar, n_data = DataBar(label, loader, shown=progress_bar), 0
-        for number, item in enumerate(loader):
+        for number, item in enumerate(reading(loader)):
             with named(f"batch {number}"):
                 x, y, counts = self.counted(item)
                 values = self.posterior.expansion_point.new_zeros(n_rows, len(counts))

@@ -25,6 +25,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
+from laplace.network.model_guard import reading
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, Smoothing
 from laplace.structures.fit import Fit
@@ -81,7 +82,7 @@ class LinearData:
         self.batches: list[LinearBatch] = []
         n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
         bar = DataBar("refine, data", loader, shown=progress_bar)
-        for number, item in enumerate(loader):
+        for number, item in enumerate(reading(loader)):
             with named(f"batch {number}"):
                 counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
                 if counted is None:

@@ -45,7 +45,7 @@ from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import autograd_mode, flags_put_back, preserve_model, same_random_state
+from laplace.network.model_guard import apart, autograd_mode, flags_put_back, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
 from laplace.predictive.predict import unlike_outputs
@@ -247,10 +247,9 @@ class OnlineLaplace(CheckedConstructor):
     def _entries_per_row(self, x: Inputs, y: Tensor) -> int:
         """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
         la = self.la
-        with preserve_model(la.weights.model):
-            f = batches.latent(
-                call_with_context(la.weights.model, la.snapshot().call, batches.to_device(x, la.prior_mean.device))
-            )
+        call = la.snapshot().call
+        with apart(la.weights.model, call) as model:
+            f = batches.latent(call_with_context(model, call, batches.to_device(x, la.prior_mean.device)))
         rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
         return max(1, y.numel() // len(rows))
 

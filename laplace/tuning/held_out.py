@@ -38,7 +38,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Choices, Posterior
 from laplace.refinement.linear_model import minimise
 from laplace.weights.last_layer import LastLayer
@@ -318,7 +318,7 @@ class HeadData:
         n_data = 0
         bar = DataBar("features of the head", train_loader, shown=progress_bar)
         with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
-            for number, batch in enumerate(train_loader):
+            for number, batch in enumerate(reading(train_loader)):
                 with named(f"batch {number}"):
                     data = next_token.counted(
                         batch, choices.dict_key_y, problem.device, engine.target_rules, problem.module
@@ -453,7 +453,7 @@ def _in_memory(posterior: Posterior, train_loader: Iterable[Any]) -> list[tuple[
     batches.require_loader(train_loader, "train_loader")
     likelihood, data = posterior.likelihood, []
     with same_random_state(posterior.model):
-        for number, batch in enumerate(train_loader):
+        for number, batch in enumerate(reading(train_loader)):
             with named(f"batch {number}"):
                 x, y = next_token.split(batch, posterior.choices.dict_key_y, posterior.model, likelihood)
                 counted = batches.without_ignored(x, y, likelihood.ignore_index)

@@ -29,6 +29,7 @@ from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of
 from laplace.metrics import RunningMetric, accepted_by
 from laplace.network import next_token
+from laplace.network.model_guard import reading
 from laplace.posterior.posterior import Posterior
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ class Validation:
         loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
         bar, content = DataBar(label, loader, shown=self.progress_bar), ContentReader()
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(reading(loader)):
             name = f"validation batch {number}"
             with named(name):
                 data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
@@ -356,7 +357,7 @@ class Validation:
         """Name of a batch and out-of-distribution inputs, on the posterior's device."""
         empty, loader = True, self.ood_loader or ()
         bar = DataBar("out-of-distribution inputs", loader, shown=self.progress_bar)
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(reading(loader)):
             empty = False
             x = batches.to_device(batches.inputs(batch), posterior.hypers.device)
             yield f"batch {number} of ood_loader", x

@@ -29,7 +29,7 @@ from laplace.core.random_numbers import check_generator, drawn_seed, standard_no
 from laplace.engines.engine import outputs
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, preserve_model
+from laplace.network.model_guard import apart, autograd_mode, reading
 from laplace.posterior.features import FeatureStatistics, FeatureSums
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, Pieces, gaussian_of, jacobians, shifted
@@ -410,15 +410,15 @@ def _read_features(
     device, layer = posterior.hypers.device, posterior.problem.head
     bar = DataBar("features", loader, shown=progress_bar)
     with autograd_mode(), torch.no_grad():
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(reading(loader)):
             with named(f"batch {number} of train_loader"):
                 data = next_token.counted(batch, choices.dict_key_y, device, likelihood, posterior.model)
                 if data is None:
                     continue
                 x, y = data
                 if layer is None:
-                    with preserve_model(posterior.model):
-                        extractor = FeatureExtractor(posterior.model, forward_fn=posterior.call)
+                    with apart(posterior.model, posterior.call) as model:
+                        extractor = FeatureExtractor(model, forward_fn=posterior.call)
                         extractor.find_last_layer(x)
                         layer = extractor.last_layer_name
                 f, features = _features(posterior, x, layer)
@@ -436,8 +436,8 @@ def _read_features(
 def _features(posterior: Posterior, x: Inputs, layer: str | None) -> tuple[Tensor, Tensor]:
     """Outputs as users see them, and the inputs of the last layer; by a pass of the network."""
     reduction = getattr(posterior.weights, "reduction", None)
-    with preserve_model(posterior.model):
-        extractor = FeatureExtractor(posterior.model, layer, feature_reduction=reduction, forward_fn=posterior.call)
+    with apart(posterior.model, posterior.call) as model:
+        extractor = FeatureExtractor(model, layer, feature_reduction=reduction, forward_fn=posterior.call)
         return extractor.forward_with_features(x)
 
 

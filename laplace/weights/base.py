@@ -14,7 +14,8 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.fsdp import fsdp_processes, require_unsharded
-from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
+from laplace.network.model_guard import model_lock, require_module, unwrap
+from laplace.network.tree import named_modules_of
 from laplace.network.watch import DeterminismCheck
 from laplace.weights.problem import Caller, ParameterSlice, Problem
 

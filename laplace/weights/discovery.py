@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
+from laplace.network.model_guard import apart, hooks_fire, unwrap
+from laplace.network.tree import named_modules_of
 from laplace.network.watch import DeterminismCheck
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -104,8 +105,8 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
     def note(name: str, *_: object) -> None:
         finished.append(name)
 
-    with _hooks(inner, note), torch.no_grad():
-        call_with_context(inner, forward_fn, x)
+    with _hooked(inner, forward_fn, note) as own, torch.no_grad():
+        call_with_context(own, forward_fn, x)
     last = _last_to_run(finished)
     if last is None:
         raise InvalidArgument(
@@ -131,8 +132,8 @@ def _products(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> set[
         if calls.output is output and calls.weight is module._parameters.get("weight"):
             names.add(name)
 
-    with _hooks(model, note), torch.no_grad(), _LinearCalls() as calls:
-        call_with_context(model, forward_fn, x)
+    with _hooked(model, forward_fn, note) as own, torch.no_grad(), _LinearCalls() as calls:
+        call_with_context(own, forward_fn, x)
     return names
 
 
@@ -151,15 +152,15 @@ class _LinearCalls(TorchFunctionMode):
         return output
 
 
-def _hooks(model: nn.Module, hook: Callable[..., Any]) -> ExitStack:
-    """A context in which every layer calls `hook(name, module, args, output)`; the model is preserved."""
-    with ExitStack() as stack:
-        stack.enter_context(preserve_model(model))
-        for name, module in named_modules_of(model):
+@contextmanager
+def _hooked(model: nn.Module, forward_fn: ForwardFn | None, hook: Callable[..., Any]) -> Iterator[nn.Module]:
+    """What to run for a model whose every layer calls `hook(name, module, args, output)`."""
+    with apart(model, forward_fn) as own, ExitStack() as stack:
+        for name, module in named_modules_of(own):
             if _has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(hook, name)).remove)
-        stack.enter_context(hooks_fire(model))
-        return stack.pop_all()
+        stack.enter_context(hooks_fire(own))
+        yield own
 
 
 def _has_parameters(name: str, module: nn.Module) -> bool:
@@ -281,8 +282,8 @@ def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None)
         finished.append(name)
         return output if _has_run_inside(name, finished) else _cut(output, lambda leaf: cuts.append((name, leaf)))
 
-    with _hooks(inner, cut), torch.enable_grad():
-        f = batches.latent((forward_fn or batches.call)(inner, x))
+    with _hooked(inner, forward_fn, cut) as own, torch.enable_grad():
+        f = batches.latent((forward_fn or batches.call)(own, x))
         leaves = [leaf for _, leaf in cuts]
         reached = torch.autograd.grad(f.sum(), leaves, allow_unused=True) if leaves else ()
     names = [name for (name, _), gradient in zip(cuts, reached, strict=True) if gradient is not None]

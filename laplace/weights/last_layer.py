@@ -14,6 +14,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.positions import as_returned
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
+from laplace.network.apart import needs_itself, shared
 from laplace.network.fsdp import has_sharded_weights, require_unsharded
 from laplace.network.model_guard import hooks_fire, model_lock, unwrap
 from laplace.network.watch import DeterminismCheck, checksums, same_sums
@@ -242,13 +243,20 @@ class FeatureExtractor(nn.Module):
 
     def _run(self, network: nn.Module, x: Inputs, name: str) -> Tensor:
         """Output of the network, whose last layer runs with the tensors of the one that stands for it."""
-        inner, prefix = unwrap(network), f"module.{name}." if name else "module."
+        inner = unwrap(network)
         tensors = self._head.substitutes(self._layer(name), alone=inner is network)
         if not tensors:
             return Caller(network, self._forward_fn)(x)
-        substitutes = {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
-        with model_lock(inner), hooks_fire(inner):
-            return functional_call(Caller(inner, self._forward_fn), substitutes, (x,), tie_weights=False)
+        if needs_itself(inner, self._forward_fn):
+            prefix = f"module.{name}." if name else "module."
+            substitutes = {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
+            with model_lock(inner), hooks_fire(inner):
+                return functional_call(Caller(inner, self._forward_fn), substitutes, (x,), tie_weights=False)
+        own = shared(inner)
+        for key, tensor in tensors.items():
+            *path, last = key.split(".")
+            own.get_submodule(".".join(filter(None, [name, *path])))._parameters[last] = tensor  # pyright: ignore
+        return Caller(own, self._forward_fn)(x)
 
     def of_network(self) -> FeatureExtractor:
         """An extractor of the network's own last layer, for backends that differentiate it."""

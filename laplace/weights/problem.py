@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
 from laplace.network.fsdp import fsdp_processes, full_tensor, require_unsharded
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import model_lock, named_modules_of
+from laplace.network.model_guard import apart, model_lock
+from laplace.network.tree import named_modules_of
 
 Place = tuple[str, nn.Module, str]
 """Name of a parameter in the network, a module that holds it, and its key there."""
@@ -106,7 +108,7 @@ class Problem:
     starts at the head and the trunk runs without one; a subnetwork is a set of entries.
 
     Attributes:
-        module: The network, never written to.
+        module: The network, never written to; in a block of passes a copy of it.
         slots: The tensors with random entries, in order.
         forward_fn: How to call the module on inputs; None for the default of `laplace.core.batch.call`.
         reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
@@ -130,6 +132,14 @@ class Problem:
     def processes(self) -> Processes | None:
         """Processes over which FSDP2 shards the module, which run it together; None of a whole one."""
         return fsdp_processes(self.module)
+
+    @contextmanager
+    def apart(self) -> Iterator[Problem]:
+        """The same problem on a network that a block of passes has to itself, see `apart`."""
+        with apart(self.module, self.forward_fn) as module:
+            own = copy.copy(self)
+            object.__setattr__(own, "module", module)
+            yield own
 
     @property
     def channel_dim(self) -> int:

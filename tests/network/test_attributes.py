@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.network.model_guard import modules_of, named_modules_of, preserve_model
+from laplace.network.model_guard import apart
+from laplace.network.tree import modules_of, named_modules_of
 from laplace.network.watch import ModelState, attributes_of
 
 
@@ -112,7 +113,7 @@ def test_a_scripted_part_of_a_network_is_preserved_and_compared() -> None:
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 3))
     buffers = [buffer.clone() for buffer in model.buffers()]
     x = torch.randn(8, 3)
-    with preserve_model(model):
+    with apart(model):
         model.train()
         model(x)
     assert all(map(torch.equal, model.buffers(), buffers))

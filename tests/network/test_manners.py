@@ -22,7 +22,7 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
-from laplace.network.model_guard import preserve_model
+from laplace.network.model_guard import apart, users_own
 from laplace.structures.kron import KronPrecision
 from tests import grid
 from tests.conformance.backends import BACKENDS
@@ -554,6 +554,8 @@ class Buffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for name in ("like1", "like3", "count2", "turned", "wide", "phase", "sparse"):
             self.get_buffer(name).mul_(2)
+        self.get_buffer("like2").data.mul_(2)  # which autograd does not count
+        self.get_buffer("flat").numpy()[:] += 1
         self.get_buffer("mask").logical_not_()
         return x
 
@@ -562,7 +564,10 @@ class Buffers(nn.Module):
 def test_buffers_of_every_kind_are_put_back() -> None:
     model = nn.Sequential(Buffers(), nn.Linear(3, 3), Buffers())
     before = {name: (buffer, buffer.to_dense().clone()) for name, buffer in model.named_buffers()}
-    with preserve_model(model):
+    with apart(model) as own:
+        own(X)
+        assert not torch.equal(own.get_buffer("2.like3"), before["2.like3"][1])
+    with users_own(model):
         model(X)
         assert not torch.equal(model[2].like3, before["2.like3"][1])
     for name, buffer in model.named_buffers():

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
 from laplace.errors import UnsupportedError
-from laplace.network.model_guard import computable_again, modules_of
+from laplace.network.model_guard import computable_again
+from laplace.network.tree import modules_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase,)

@@ -29,7 +29,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood, Observed
-from laplace.network.model_guard import GRADIENTS_LATER, preserve_model
+from laplace.network.model_guard import GRADIENTS_LATER
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64
@@ -145,9 +145,8 @@ class NativeEngine(CurvatureEngine):
         batch, _ = self.observe(x, y)
         kept: dict[int, int] = {}
         widths: list[int] = []
-        module = self.problem.module
-        with torch.inference_mode(False), preserve_model(module), _recording(module, kept, widths):
-            again = record(batch.problem, batch.x, loop=batch.capture.loop, observed=batch.capture.watched)
+        with torch.inference_mode(False), batch.problem.apart() as problem, _recording(problem.module, kept, widths):
+            again = record(problem, batch.x, loop=batch.capture.loop, observed=batch.capture.watched)
         del again
         return replace(self._profile(batch), graph=sum(kept.values()), widest=max(widths, default=0))
 
@@ -188,23 +187,24 @@ class NativeEngine(CurvatureEngine):
 
     def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
         """One captured forward pass in evaluation mode, with a plan proven for this form of input."""
-        with torch.inference_mode(False), preserve_model(self.problem.module):
+        with torch.inference_mode(False), self.problem.apart() as problem:
             x = x if create_graph else detached(x)
-            capture = self._capture(x, create_graph=create_graph)
+            capture = self._capture(problem, x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
             if create_graph and capture.as_it_was is not None:
                 raise UnsupportedError(GRADIENTS_LATER)
-            plan, widest = self._agree_on(self._known(capture, x), capture)
+            plan, widest = self._agree_on(self._known(problem, capture, x), capture)
             if plan is None:
                 if not self._observed and not self._unwatchable:
-                    plan = self._prove(capture, x, ladder=False)
-                    capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
+                    plan = self._prove(problem, capture, x, ladder=False)
+                    if plan is None:
+                        capture = self._watched(problem, capture, x, create_graph=create_graph)
                 if plan is None:
-                    plan = self._prove(capture, x) or ()
+                    plan = self._prove(problem, capture, x) or ()
                 self._remember(self._form(capture, x), plan)
-            self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
-            return ForwardPass(self.problem, x, capture, plan, self.memory_budget, widest)
+            self._check_unreached(problem, x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
+            return ForwardPass(problem, x, capture, plan, self.memory_budget, widest)
 
     def _agree_on(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
         """The plan if all processes that share the network know theirs, and the size of their largest batch."""
@@ -214,29 +214,29 @@ class NativeEngine(CurvatureEngine):
         said = capture.processes.barrier("its plan", (plan is not None, n_data))
         return (plan if all(known for known, _ in said) else None), max(count for _, count in said)
 
-    def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
-        return record(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
+    def _capture(self, problem: Problem, x: Inputs, *, create_graph: bool = False) -> Capture:
+        return record(problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
 
     def _form(self, capture: Capture, x: Inputs) -> object:
         """Batches with the same key share a plan."""
         calls = tuple((call.kind, call.x.shape) for call in capture.calls)
         return batches.signature(x), capture.f.shape, capture.positions, calls
 
-    def _known(self, capture: Capture, x: Inputs) -> Plan | None:
+    def _known(self, problem: Problem, capture: Capture, x: Inputs) -> Plan | None:
         plan = self._plans.get(self._form(capture, x))
-        return plan if plan is not None and holds(plan, self.problem, capture) else None
+        return plan if plan is not None and holds(plan, problem, capture) else None
 
-    def _watched(self, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
+    def _watched(self, problem: Problem, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
         """Repeats the pass and records calls of PyTorch's functions, since layers do not explain every tensor.
 
         From then on every pass is watched, if that found a use at all.
         """
-        if self.problem.reduction is not None or capture.as_it_was is not None:
+        if problem.reduction is not None or capture.as_it_was is not None:
             return capture
-        require_explained(self.problem)
+        require_explained(problem)
         try:
-            loop = prefers_loop(self.problem.module, stepwise=True)
-            again = record(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
+            loop = prefers_loop(problem.module, stepwise=True)
+            again = record(problem, x, loop=loop, create_graph=create_graph, observed=True)
         except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
             if ran_out(error):
                 raise
@@ -247,16 +247,16 @@ class NativeEngine(CurvatureEngine):
         self._observed, self._loop = True, loop
         return again
 
-    def _prove(self, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
+    def _prove(self, problem: Problem, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch. A single sample is proven as a batch of it twice, so that all sizes agree."""
-        prove = partial(proven_plan, self.problem, ladder=ladder)
+        prove = partial(proven_plan, problem, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
-            return make_plan(self.problem, capture, x, ladder=ladder)
+            return make_plan(problem, capture, x, ladder=ladder)
         if len(capture.f) > 1:
             return prove(capture, x)
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=capture.f.device), 1)
-            pair = self._capture(twice)
+            pair = self._capture(problem, twice)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one sample only
             if ran_out(error):
                 raise
@@ -264,7 +264,7 @@ class NativeEngine(CurvatureEngine):
         if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
             return prove(capture, x)
         plan = prove(pair, twice, repeated=True)
-        if plan is not None and not holds(plan, self.problem, capture, Explained.HERE):
+        if plan is not None and not holds(plan, problem, capture, Explained.HERE):
             return prove(capture, x)
         routing = Routing(capture)
         return plan and tuple(replace(rule, uses=routing.rerouted(rule.uses)) for rule in plan)
@@ -278,12 +278,12 @@ class NativeEngine(CurvatureEngine):
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
 
-    def _check_unreached(self, x: Inputs, slots: Sequence[int]) -> None:
+    def _check_unreached(self, problem: Problem, x: Inputs, slots: Sequence[int]) -> None:
         """Checks every tensor that autograd does not reach once."""
-        names = [self.problem.slots[i].name for i in slots]
+        names = [problem.slots[i].name for i in slots]
         if not self._unreached.issuperset(names):
             self._unreached.update(names)
-            check_unreached(self.problem, x, names)
+            check_unreached(problem, x, names)
 
     def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Observed]:
         """A forward pass with a proven plan, and checked targets."""
@@ -331,22 +331,22 @@ class NativeEngine(CurvatureEngine):
             )
         return weights
 
-    def _differentiable(self, x: Inputs) -> Capture:
+    def _differentiable(self, problem: Problem, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; it needs no rules."""
-        loop = prefers_loop(self.problem.module, twice=True)
-        capture = record(self.problem, detached(x), loop=loop, create_graph=True)
+        loop = prefers_loop(problem.module, twice=True)
+        capture = record(problem, detached(x), loop=loop, create_graph=True)
         if capture.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
         if capture.f.is_leaf:
-            self._check_unreached(x, range(len(self.problem.slots)))
-        for slot in self.problem.slots:
+            self._check_unreached(problem, x, range(len(problem.slots)))
+        for slot in problem.slots:
             self._rules.setdefault(slot.name, "products with vectors")
         return capture
 
     def linear(self, x: Inputs) -> Linearised:
         """The outputs of a batch as a linear function of the random entries, which outlives the call."""
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            return Linearised(self.problem, self._differentiable(x))
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            return Linearised(problem, self._differentiable(problem, x))
 
     def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
         if self.problem.head is not None:
@@ -356,9 +356,9 @@ class NativeEngine(CurvatureEngine):
                 return HeadMap(features.to(self.dtype), parts[0][0].head_places())
         if multiplied_out:
             return self._multiplied_out(x)
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            capture = self._differentiable(x)
-            linear, n_outputs = Linearised(self.problem, capture), capture.rows.shape[1]
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            capture = self._differentiable(problem, x)
+            linear, n_outputs = Linearised(problem, capture), capture.rows.shape[1]
             return GraphMap(linear, n_outputs, self.per_call(capture, _MOST_AT_ONCE))
 
     def _multiplied_out(self, x: Inputs) -> DenseMap:

@@ -29,8 +29,9 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock, TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
+from laplace.network.apart import original
 from laplace.network.fsdp import require_unsharded, reshard
-from laplace.network.model_guard import COMPUTED_AGAIN, hooks_fire, preserve_model
+from laplace.network.model_guard import COMPUTED_AGAIN, hooks_fire
 from laplace.weights.problem import Place, Problem, reduce_features
 
 # Recording: outputs with the calls of modules and functions that have random parameters.
@@ -224,11 +225,12 @@ def _recorded(
 @contextmanager
 def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -> Iterator[None]:
     """Context in which the network is as in a recorded pass, but for the hooks."""
+    is_copy = original(problem.module) is not problem.module  # to whose modules the checkpoints belong
     with (
-        preserve_model(problem.module),
-        problem.holding(stand_ins),
-        hooks_fire(problem.module) if create_graph else nullcontext(),
-        differentiable(problem.module, twice=create_graph, of_head=problem.head is not None),
+        nullcontext(problem) if is_copy else problem.apart() as again,
+        again.holding(stand_ins),
+        hooks_fire(again.module) if create_graph else nullcontext(),
+        differentiable(again.module, twice=create_graph, of_head=problem.head is not None),
     ):
         yield
 
@@ -685,12 +687,12 @@ class ForwardPass:
                 whole = part == slice(0, self.n_data)
                 x = self.x if whole else batches.select(self.x, part, self.n_data)
                 graph = self.capture.create_graph
-                return per_sample(self.problem, x, cotangents[:, part], some, fallback, create_graph=graph)
+                return per_sample(problem, x, cotangents[:, part], some, fallback, create_graph=graph)
 
             entries = sum(numel[i] for i in some) + self.capture.f.shape[1]
             held = 4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize
             step = max(1, self.memory_budget // (n_cotangents * held))
-            with preserve_model(self.problem.module), torch.inference_mode(False):
+            with self.problem.apart() as problem, torch.inference_mode(False):
                 parts = [blocks for _, blocks in in_slices(stop - first, step, computed, DATUM)]
             return [torch.cat(blocks, 1).to(self.dtype) for blocks in zip(*parts, strict=True)]
 

@@ -28,6 +28,7 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.outer import OuterBlock
+from laplace.network.apart import original
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ class LayerCall:
     @property
     def kind(self) -> object:
         """Calls of the same kind share a rule: the module, or the kind of function call."""
-        return id(self.by) if isinstance(self.by, nn.Module) else self.by.kind
+        return id(original(self.by)) if isinstance(self.by, nn.Module) else self.by.kind
 
     @property
     def module(self) -> nn.Module:

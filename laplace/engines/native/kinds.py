@@ -30,7 +30,6 @@ from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.output_hessian import OutputHessian, columns_of
-from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 
@@ -153,14 +152,14 @@ class OuterEngine(NativeEngine):
         """A forward pass, if layer rules explain all tensors and products with vectors are cheaper by factors."""
         if self._products_by_autograd or self.split_outputs or self.problem.processes is not None:
             return None
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            capture = self._capture(detached(x))
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            capture = self._capture(problem, detached(x))
             plan = None
             if len(capture.f):
                 with suppress(CurvatureError):
-                    plan = self._known(capture, x) or self._prove(capture, x, ladder=False)
+                    plan = self._known(problem, capture, x) or self._prove(problem, capture, x, ladder=False)
             if plan is not None and all(rule.proven for rule in plan):
-                batch = ForwardPass(self.problem, x, capture, plan, self.memory_budget)
+                batch = ForwardPass(problem, x, capture, plan, self.memory_budget)
                 if self._profile(batch).multiplies_by_factors(count):
                     self._remember(self._form(capture, x), plan)
                     return batch
@@ -169,11 +168,11 @@ class OuterEngine(NativeEngine):
 
     def _add_products_by_autograd(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
         """Products with vectors by differentiating the graph in both directions, whatever the layers are."""
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            capture = self._differentiable(x)
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            capture = self._differentiable(problem, x)
             f = capture.rows.detach()
             targets = self.targets(f, y, capture.positions)
-            linear, inner = Linearised(self.problem, capture), self._output_product(f, targets)
+            linear, inner = Linearised(problem, capture), self._output_product(f, targets)
             step = self.per_call(capture, sink.vectors.shape[1])
             vectors, total = sink.prepared(self._n_terms(f))
             sink.is_rounded = True
@@ -355,8 +354,8 @@ class HessianEngine(NativeEngine):
         return summary
 
     def _add_products(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
-        with torch.inference_mode(False), preserve_model(self.problem.module):
-            capture = self._differentiable(x)
+        with torch.inference_mode(False), self.problem.apart() as problem:
+            capture = self._differentiable(problem, x)
             with torch.enable_grad():
                 f = capture.rows.to(self.dtype)
                 targets = self.targets(f.detach(), y, capture.positions)
@@ -366,7 +365,7 @@ class HessianEngine(NativeEngine):
             vectors, total = sink.prepared(len(losses))
             sink.is_rounded = True
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
-                product = HessianProduct(self.problem, capture, loss)
+                product = HessianProduct(problem, capture, loss)
                 self._require_symmetric(product)
                 products = in_slices(
                     len(rows), step, lambda part, rows=rows, product=product: product.times(rows[part]), VECTOR

@@ -22,6 +22,7 @@ from laplace.engines.native.forward import Capture, Plan
 from laplace.engines.native.functions import FunctionCall
 from laplace.engines.native.proof import holds, make_plan
 from laplace.engines.native.rules import rule_for
+from laplace.network.apart import original
 from laplace.network.watch import ModelState
 from laplace.weights.problem import Problem
 
@@ -73,7 +74,7 @@ def proven_plan(
 
 def _known(problem: Problem) -> _Known:
     """The proofs of a network, which are dropped if its weights, buffers or settings changed."""
-    module = problem.module
+    module = original(problem.module)
     now, proofs = ModelState.of(module, problem.forward_fn), _KNOWN.get(module)
     if proofs is None or not now.same_as(proofs.state):
         proofs = _KNOWN[module] = _Known(now)
