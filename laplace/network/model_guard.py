@@ -15,6 +15,7 @@ from itertools import filterfalse
 from typing import Any, TypeGuard, TypeVar
 
 import torch
+import tqdm
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -297,9 +298,9 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 def is_alone() -> bool:
-    """True if no other thread was started in Python: those of PyTorch's backward passes draw nothing."""
-    own = threading.current_thread()
-    return all(thread is own or isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
+    """True if no other thread can draw random numbers: those of backward passes and of progress bars do not."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return all(isinstance(thread, threading._DummyThread | tqdm.TMonitor) for thread in others)
 
 
 class _OpenBlocks(threading.local):
@@ -394,6 +395,8 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
             if network in _DRAWS:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
+                for block in _OPEN.blocks:
+                    block.loaded = states[0]
             else:
                 for block in _OPEN.blocks:
                     block.others_drew = True
