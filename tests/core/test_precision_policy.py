@@ -95,7 +95,7 @@ def test_roots_are_narrow_where_that_loses_nothing() -> None:
 
 
 class _Products(TorchDispatchMode):
-    """Notes in which types rows of a batch are multiplied: at least a hundred."""
+    """Notes in which types rows of a batch, at least a hundred of a layer, are multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
