@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from laplace.core.pieces import operations_are_dear
 from laplace.errors import InvalidData
 
 Fault = Callable[[], Exception | None]
@@ -85,7 +86,10 @@ def require(holds: Tensor, fault: Fault) -> None:
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """True, 0-dim, if every entry of every tensor is finite; also if there are none."""
     # Extremes, of which NaN is one, take a tenth of the time of a comparison of every entry.
-    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+    some = [tensor for tensor in tensors if tensor.numel()]
+    if some and operations_are_dear(some[0].device):
+        return torch.stack(torch._foreach_norm(some, torch.inf)).amax() < torch.inf
+    extremes = [extreme for tensor in some for extreme in torch.aminmax(tensor)]
     return torch.stack(extremes).abs().amax() < torch.inf if extremes else torch.ones((), dtype=torch.bool)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight
 
 from laplace.core.checks import numbers_are_known
+from laplace.core.pieces import bytes_at_once, operations_are_dear
 
 _LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 64, 256, 8
 """Widths of the blocks of which the lower ones are mirrored instead of computed, and how many there are in between."""
@@ -30,7 +31,7 @@ _WIDE_BYTES = 32 * 2**20
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
-    step = _block(width)
+    step = width if operations_are_dear(x.device) else _block(width)
     for start in range(0, width, step):
         rows = x[:, start : start + step]
         total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:], alpha=sign)
@@ -60,6 +61,8 @@ def _padded(rows: Tensor) -> Tensor:
 
 def gram(x: Tensor) -> Tensor:
     """xᵀx of `[N, D]`, at little more than half the cost of the product."""
+    if operations_are_dear(x.device):  # whose kernels add up parts of long sums apart
+        return x.T @ x
     total = x.new_zeros(x.shape[1], x.shape[1])
     parts = x.split(_ROWS)
     for part in parts:
@@ -82,7 +85,7 @@ def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | N
     wide = dtype or (rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype))
     if wide == rows.dtype:
         return (rows if weights is None else rows * weights) @ rows.mT
-    step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[:-1].numel())))
+    step = max(1, bytes_at_once(_WIDE_BYTES, rows.device) // (8 * max(1, rows.shape[:-1].numel())))
     total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=wide)
     for start in range(0, rows.shape[-1], step):
         part = rows[..., start : start + step].to(wide)
@@ -100,13 +103,15 @@ def group_gram(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
     if dtype is None or dtype == x.dtype:
         return _group_gram(rows)
-    step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[1:].numel())))
+    step = max(1, bytes_at_once(_WIDE_BYTES, x.device) // (8 * max(1, rows.shape[1:].numel())))
     return reduce(torch.add, (_group_gram(part.to(dtype)) for part in rows.split(step)))
 
 
 def _group_gram(rows: Tensor) -> Tensor:
     """Σ x xᵀ of `[N, T, G, D]`, `[G, D, D]`."""
     groups, width = rows.shape[-2:]
+    if operations_are_dear(rows.device):
+        return gram(rows.flatten(0, 1)[:, 0]).unsqueeze(0) if groups == 1 else _turned(rows)
     if groups == 1 and width > _NARROW:
         if rows.stride(1) == 1 and rows.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
             fast = convolutions_are_fast(rows, rows.shape[1], width)
@@ -154,6 +159,9 @@ def group_product(x: Tensor, matrix: Tensor) -> Tensor:
     many are multiplied faster than the transposed product.
     """
     rows = x.reshape(-1, *x.shape[-2:]) if x.ndim > 2 else x.unsqueeze(0)  # [N, G, D]
+    if operations_are_dear(x.device):
+        flat = rows.transpose(0, 1).to(matrix.dtype)
+        return flat.mT @ (flat @ matrix)
     total = matrix.new_zeros(matrix.mT.shape)
     for part in rows.split(_ROWS):
         flat = part.transpose(0, 1).to(matrix.dtype)  # [G, n, D]

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from laplace.core.layout import Layout
+from laplace.core.pieces import bytes_at_once
 from laplace.engines.kron_parts import ThinFactor
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
 
 _FEW = 2**20
 """Multiplications for a sample that take less time than the calls that they are made in."""
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,18 @@ class BatchProfile:
     refused: bool = False  # True if this is more backward passes than a batch may take
     n_batches: int | None = None  # Batches that a fit reads, or None if their number is unknown
     inputs: int = 0  # Bytes of the inputs
+    device: torch.device = _CPU  # Where the batch is computed
 
     @classmethod
     @lru_cache(maxsize=64)  # of one network they are all the same
-    def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
+    def least(
+        cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool, device: torch.device
+    ) -> BatchProfile:
         """Lower bound of every batch's profile: the sizes of the tensors, and one sample with one output."""
         tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
         return cls(
             layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0,
-            widest=0, gradients=0, budget=1, product_budget=product_budget, loop=loop,
+            widest=0, gradients=0, budget=1, product_budget=product_budget, loop=loop, device=device,
         )  # fmt: skip
 
     @property
@@ -113,7 +121,8 @@ class BatchProfile:
         """
         if self.multiplies_by_factors(n_vectors):
             outputs = max(t.groups * t.n_outputs * t.positions for t in self.tensors) * self.itemsize
-            piece = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
+            piece = max(bytes_at_once(CHUNK_BYTES, self.device), n_vectors * outputs)
+            piece = min(piece, n_vectors * self.n_data * outputs)
             return max(self.batch_bytes + 2 * piece + self.piece_bytes(self.shared_sizes), self.proving_bytes)
         per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
         rows = 2 * self.n_params * self.itemsize
@@ -124,7 +133,7 @@ class BatchProfile:
         """Bytes of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes."""
         largest = max(sizes, default=0) * together * self.itemsize
         whole = largest * self.n_data * max(1, self.at_once // together)
-        return max(min(whole, CHUNK_BYTES * self.itemsize // 8), largest)
+        return max(min(whole, bytes_at_once(CHUNK_BYTES, self.device) * self.itemsize // 8), largest)
 
     @property
     def shared_sizes(self) -> list[int]:

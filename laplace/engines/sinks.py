@@ -262,7 +262,7 @@ class KeptRows:
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        return self.blocks[0].bound().device
+        return self.blocks[0].device
 
     def jacobian(self) -> Jacobian:
         """The rows, weighted; of a head by a root of Λ in float64, in which sums of Λ are."""

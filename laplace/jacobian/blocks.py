@@ -25,6 +25,7 @@ from torch import Tensor
 from laplace.core import nested
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
+from laplace.core.pieces import bytes_at_once, numbers_at_once
 from laplace.core.registry import Registry
 from laplace.errors import StateError
 from laplace.weights.problem import Selection
@@ -36,19 +37,19 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of a dense piece [K, b, p] of one tensor that is computed, contracted and dropped."""
+"""Bytes of a dense piece [K, b, p] of one tensor that a CPU computes, contracts and drops; see `core.pieces`."""
 
 
 _SQUARED = 2**16
-"""Numbers that are squared at once: fresh memory for more of them costs more than the squares."""
+"""Numbers that are squared at once on a CPU: fresh memory for more of them costs more than the squares."""
 
 _ENTRY_COST = 16
 """An entry that is gathered takes about as long as this many in a matrix product."""
 
 
-def chunks(count: int, n_numbers: int) -> Iterator[slice]:
+def chunks(count: int, n_numbers: int, device: torch.device) -> Iterator[slice]:
     """Slices of `count` items, each with so many numbers in float64, of at most about `CHUNK_BYTES`."""
-    step = max(1, CHUNK_BYTES // max(1, 8 * n_numbers))  # a tensor may be empty
+    step = max(1, bytes_at_once(CHUNK_BYTES, device) // max(1, 8 * n_numbers))  # a tensor may be empty
     for start in range(0, count, step):
         yield slice(start, start + step)
 
@@ -206,6 +207,11 @@ class Block(ABC):
         """Number of entries p."""
         return self.dims[2]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.bound().device
+
     @abstractmethod
     def dense(self) -> Tensor:
         """`[K, B, p]`."""
@@ -345,7 +351,7 @@ class Block(ABC):
 
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
-        for data in chunks(self.n_data, self.n_cotangents * self.size):
+        for data in chunks(self.n_data, self.n_cotangents * self.size, self.device):
             yield (self if data.stop - data.start >= self.n_data else self.at(data)).dense()
 
     def add_squares(self, running: Tensor) -> None:
@@ -436,6 +442,10 @@ class DenseBlock(Block):
         n_cotangents, n_data, size = self.values.shape
         return n_cotangents, n_data, size
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
     def dense(self) -> Tensor:
         return self.values
 
@@ -456,6 +466,10 @@ class SumBlock(Block):
     @property
     def dims(self) -> tuple[int, int, int]:
         return self.parts[0].dims
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
 
     @property
     def terms(self) -> tuple[Block, ...]:
@@ -525,6 +539,10 @@ class _Wrapper(Block):
     @property
     def dims(self) -> tuple[int, int, int]:
         return self.whole.dims
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
 
     def bound(self) -> Tensor:
         return self.whole.bound()
@@ -634,6 +652,10 @@ class JoinedBlock(Block):
     def dims(self) -> tuple[int, int, int]:
         return self.parts[0].n_cotangents, self.parts[0].n_data, sum(part.size for part in self.parts)
 
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts], 2)
 
@@ -713,7 +735,7 @@ def entries_of(rows: Tensor, index: Tensor) -> Tensor:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Σ_k x_k² of `[K, ...]`, without a second array of its size."""
-    if x.numel() <= _SQUARED:
+    if x.numel() <= numbers_at_once(_SQUARED, x.device):
         return x.square().sum(0)
     add_squared(total := x.new_zeros(x.shape[1:]), x)
     return total
@@ -721,7 +743,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 def add_squared(running: Tensor, x: Tensor) -> None:
     """Adds Σ_k x_k² of `[K, ...]` to `[...]`, without a second array of its size."""
-    step = max(1, _SQUARED // max(1, x[0].numel()))
+    step = max(1, numbers_at_once(_SQUARED, x.device) // max(1, x[0].numel()))
     for part in x.split(step):
         if step > 1:
             running += part.square().sum(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.core.checks import all_finite
 from laplace.core.gram import add_gram, mirror
+from laplace.core.pieces import bytes_at_once, operations_are_dear
 from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape, all_of, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -81,10 +82,10 @@ class MatrixSum:
         self.paired.add_head(blocks, hessian)
 
     @staticmethod
-    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int) -> Pairs | None:
+    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int, device: torch.device) -> Pairs | None:
         """Pairs by which the outer products of tensors of these shapes are summed; None for a dense sum."""
         is_head = all(shape.is_head for shape in shapes)
-        return Pairs.of_shapes(shapes, n_cotangents, _DATA) if n_terms == 1 or is_head else None
+        return Pairs.of_shapes(shapes, n_cotangents, _DATA, device) if n_terms == 1 or is_head else None
 
     def complete(self) -> Tensor:
         """The matrices `[E, p, p]`; the sum by pairs is released."""
@@ -108,7 +109,10 @@ class MatrixSum:
 
 
 _STRIP = 8
-"""Inputs whose products with all others are computed at once, nearly without duplicates (a_i a_j, a_j a_i)."""
+"""Inputs whose products with all others a CPU computes at once, nearly without duplicates (a_i a_j, a_j a_i)."""
+
+_PRODUCTS = 2**17
+"""Products of a sample that are computed at once where operations are dear, at the price of more duplicates."""
 
 
 class Entries(Enum):
@@ -210,19 +214,19 @@ class Strip:
 
 
 @cache
-def strips(width: int) -> tuple[Strip, ...]:
-    """All strips of I inputs: a little more than half of the products a_i a_j, each strip by one operation."""
+def strips(width: int, dear: bool = False) -> tuple[Strip, ...]:
+    """All strips of I inputs, each of which takes one operation; on a CPU with little more than half of all a_i a_j."""
     result: list[Strip] = []
-    first = 0
-    for start in range(0, width, _STRIP):
-        result.append(Strip(start, min(width, start + _STRIP), width, first))
+    first, step = 0, max(_STRIP, _PRODUCTS // max(1, width)) if dear else _STRIP
+    for start in range(0, width, step):
+        result.append(Strip(start, min(width, start + step), width, first))
         first += result[-1].size
     return tuple(result)
 
 
-def n_products(width: int) -> int:
+def n_products(width: int, dear: bool) -> int:
     """Number of products of all strips."""
-    return sum(strip.size for strip in strips(width))
+    return sum(strip.size for strip in strips(width, dear))
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
@@ -342,6 +346,7 @@ class Pairs:
 
     parts: tuple[Part, ...]  # Layers, then the dense blocks, if there are any
     size: int  # Number of entries P
+    device: torch.device  # Where they are multiplied
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Pairs:
@@ -353,7 +358,7 @@ class Pairs:
             start += block.size
         heads = all_of(HeadBlock, blocks)
         if heads is not None:
-            return cls((_head(heads, slices),), start)
+            return cls((_head(heads, slices),), start, blocks[0].device)
         parts: list[Part] = []
         rest: list[int] = []
         for i, block in enumerate(blocks):
@@ -366,23 +371,25 @@ class Pairs:
         if rest:
             own = tuple(slices[i] for i in rest)
             parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
-        return cls(tuple(parts), start)
+        return cls(tuple(parts), start, blocks[0].device)
 
     @classmethod
-    def of_shapes(cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int) -> Pairs | None:
+    def of_shapes(
+        cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int, device: torch.device
+    ) -> Pairs | None:
         """The pairs of tensors of these shapes; None where a dense sum is less work.
 
         The order of the parts and of the entries is not that of the blocks: they serve to count.
         """
         size = sum(shape.size for shape in shapes)
         if all(shape.is_head for shape in shapes):
-            return cls((Part((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size)
+            return cls((Part((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size, device)
         layers = [shape for shape in shapes if shape.is_outer_product]
         if not layers or not _are_worthwhile(n_cotangents, n_data, size):
             return None
         parts = [Part((), (), shape.n_outputs, (shape.n_inputs,)) for shape in layers]
         rest = size - sum(shape.size for shape in layers)
-        return cls((*parts, *([Part((), (), rest)] if rest else [])), size)
+        return cls((*parts, *([Part((), (), rest)] if rest else [])), size, device)
 
     @staticmethod
     def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
@@ -393,6 +400,10 @@ class Pairs:
         factors = [block.rank_one() for block in blocks]
         return any(factor is not None and factor.a.shape[1] > 1 for factor in factors)
 
+    def strips(self, width: int) -> tuple[Strip, ...]:
+        """All strips of I inputs."""
+        return strips(width, operations_are_dear(self.device))
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Pairs of indices of parts, each once."""
         return combinations_with_replacement(range(len(self.parts)), 2)
@@ -401,7 +412,7 @@ class Pairs:
         """Numbers that are stored for a pair of parts."""
         one, other = self.parts[i], self.parts[j]
         if i == j and one.is_product:
-            return n_products(one.n_inputs) * SymmetricForm(one.n_outputs).size
+            return n_products(one.n_inputs, operations_are_dear(self.device)) * SymmetricForm(one.n_outputs).size
         return one.n_inputs * other.n_inputs * one.n_outputs * other.n_outputs
 
     @property
@@ -413,14 +424,14 @@ class Pairs:
     def n_placed_at_once(self) -> int:
         """Numbers of the largest strip as it is written into a matrix."""
         layers = [part for part in self.parts if part.is_product]
-        return max(strips(part.n_inputs)[0].size * part.n_outputs**2 for part in layers)
+        return max(self.strips(part.n_inputs)[0].size * part.n_outputs**2 for part in layers)
 
     def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
         """Largest number of temporary numbers in a pass over the data."""
         return min(n_data, self._data_at_once(n_cotangents)) * self._numbers_per_datum(n_cotangents)
 
     def _data_at_once(self, n_cotangents: int) -> int:
-        return max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(n_cotangents)))
+        return max(1, bytes_at_once(CHUNK_BYTES, self.device) // (8 * self._numbers_per_datum(n_cotangents)))
 
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[slice, list[RankOne]]]:
         """Factors of all parts, a few data at a time."""
@@ -434,7 +445,7 @@ class Pairs:
         """Temporary numbers of one sample: products of the largest pair, and dense factors."""
         pairs = [(self.parts[i], self.parts[j]) for i, j in self]
         inputs = [
-            strips(one.n_inputs)[0].size if one is other else one.n_inputs * other.n_inputs for one, other in pairs
+            self.strips(one.n_inputs)[0].size if one is other else one.n_inputs * other.n_inputs for one, other in pairs
         ]
         outputs = [one.n_outputs * other.n_outputs for one, other in pairs if one.is_product]
         return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
@@ -473,7 +484,7 @@ class PairedMatrix:
             return values.flatten(2).flatten(0, 1)
         if not one.is_product:
             return values[0, 0].contiguous()
-        return torch.cat([strip.weighed(values) for strip in strips(one.n_inputs)])
+        return torch.cat([strip.weighed(values) for strip in self.pairs.strips(one.n_inputs)])
 
     def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
         """J_b S J_bᵀ `[B, K, K]`, or its diagonals `[B, K]`, in the dtype of S."""
@@ -490,7 +501,7 @@ class PairedMatrix:
         if i == j and not self.pairs.parts[i].is_product:
             between = values
         elif i == j:
-            strip_products = (strip.inputs(one.a) @ values[strip.at] for strip in strips(one.a.shape[1]))
+            strip_products = (strip.inputs(one.a) @ values[strip.at] for strip in self.pairs.strips(one.a.shape[1]))
             between = SymmetricForm(one.n_outputs).completed(total(strip_products))
         else:
             between = (products(one.a, other.a) @ values).unflatten(1, (one.n_outputs, -1))  # [b, O, O']
@@ -507,7 +518,7 @@ def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> T
     result: list[Tensor] = []
     for _, factors in pairs.factors(blocks, matrix.dtype):
         widest = len(factors[0].a) * max(part.n_outputs for part in pairs.parts if part.is_product)
-        columns = matrix.split(max(1, CHUNK_BYTES // (8 * widest)), 1)
+        columns = matrix.split(max(1, bytes_at_once(CHUNK_BYTES, matrix.device) // (8 * widest)), 1)
         each = list(zip(pairs.parts, factors, strict=True))
         result.append(torch.cat([total(_times(part, own, some) for part, own in each) for some in columns], 2))
     return torch.cat(result)
@@ -551,7 +562,7 @@ class PairSum:
                     continue
                 outputs = factors[i].by_datum().mT @ factors[j].by_datum()  # [b, O, O']
                 if i == j:
-                    _add_own(values, factors[i].a, self.forms[i].picked(outputs))
+                    self._add_own(values, factors[i].a, self.forms[i].picked(outputs))
                 else:
                     values.addmm_(outputs.flatten(1).T, products(factors[i].a, factors[j].a))
 
@@ -560,7 +571,22 @@ class PairSum:
         ((pair, values),) = self.sums.items()
         entries = hessian.entries(*self.forms[pair[0]].indices(values.device))
         for data, (factors,) in self.pairs.factors(blocks, self._dtype):
-            _add_own(values, factors.a, entries[data])
+            self._add_own(values, factors.a, entries[data])
+
+    def _add_own(self, sums: Tensor, a: Tensor, outputs: Tensor) -> None:
+        """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, n]` and inputs `[b, I]`.
+
+        Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer
+        numbers: outputs and a_i, or a_i and a_j.
+        """
+        n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
+        for strip in self.pairs.strips(a.shape[1]):
+            total = strip.of(sums, n)
+            if n < total.shape[2]:
+                weighted = (columns.unsqueeze(1) * rows[strip.start : strip.stop]).flatten(0, 1)
+                total.view(-1, total.shape[2]).addmm_(weighted, a[:, strip.start :])
+            else:
+                total.view(n, -1).addmm_(columns, strip.inputs(a))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -572,7 +598,7 @@ class PairSum:
         for i, part in enumerate(self.pairs.parts):
             own = self.sums[i, i]
             if part.is_product:
-                own = own.index_select(0, _squares(strips(part.n_inputs), self.forms[i].size, own.device))
+                own = own.index_select(0, _squares(self.pairs.strips(part.n_inputs), self.forms[i].size, own.device))
             result.append(own if part.is_product else own.diagonal())
         return result
 
@@ -594,7 +620,7 @@ class PairSum:
         for (i, j), values in self.sums.items():
             one, other = self.pairs.parts[i], self.pairs.parts[j]
             if i == j and one.is_product:
-                _place_own(one, self.forms[i], values, matrix, output)
+                _place_own(one, self.pairs.strips(one.n_inputs), self.forms[i], values, matrix, output)
                 continue
             if i == j:
                 values = mirror(values)
@@ -610,7 +636,7 @@ class PairSum:
 def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, ...]:
     one, other = pairs.parts[i], pairs.parts[j]
     if i == j and one.is_product:
-        return (forms[i].size * n_products(one.n_inputs),)
+        return (forms[i].size * n_products(one.n_inputs, operations_are_dear(pairs.device)),)
     if i == j:
         return one.n_outputs, one.n_outputs
     return one.n_outputs * other.n_outputs, one.n_inputs * other.n_inputs
@@ -624,24 +650,10 @@ def _squares(every: tuple[Strip, ...], n: int, device: torch.device) -> Tensor:
         return torch.tensor(places, device=device)
 
 
-def _add_own(sums: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, n]` and inputs `[b, I]`.
-
-    Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer numbers:
-    outputs and a_i, or a_i and a_j.
-    """
-    n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
-    for strip in strips(a.shape[1]):
-        total = strip.of(sums, n)
-        if n < total.shape[2]:
-            weighted = (columns.unsqueeze(1) * rows[strip.start : strip.stop]).flatten(0, 1)
-            total.view(-1, total.shape[2]).addmm_(weighted, a[:, strip.start :])
-        else:
-            total.view(n, -1).addmm_(columns, strip.inputs(a))
-
-
-def _place_own(part: Part, form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None) -> None:
-    for strip in strips(part.n_inputs):
+def _place_own(
+    part: Part, every: Sequence[Strip], form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None
+) -> None:
+    for strip in every:
         packed = strip.of(values, form.size).flatten(1).T
         if output is not None:
             packed = packed * (torch.arange(form.size, device=packed.device) == output)

@@ -34,6 +34,10 @@ class HeadRows(Block):
     def dims(self) -> tuple[int, int, int]:
         return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
 
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
+
     def has_valid_indices(self) -> bool:
         return nested.are_indices(self.outputs, 0, self.n_outputs)
 
@@ -97,7 +101,7 @@ class HeadRows(Block):
         return norms.unsqueeze(2) * (self.outputs.unsqueeze(2) == self.outputs.unsqueeze(1))
 
     def _parts(self, n_vectors: int) -> Iterator[HeadRows]:
-        for data in chunks(self.n_data, n_vectors * self.n_cotangents * self.features.shape[1]):
+        for data in chunks(self.n_data, n_vectors * self.n_cotangents * self.features.shape[1], self.device):
             yield self.at(data)
 
 
@@ -106,6 +110,10 @@ class Head(Block):
 
     features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     is_bias: bool  # True for a bias
+
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
 
     @abstractmethod
     def at(self, data: slice | Tensor) -> Head:

@@ -32,6 +32,10 @@ class GroupedBlock(Block):
     def dims(self) -> tuple[int, int, int]:
         return self.group_size * self.whole.n_cotangents, self.whole.n_data // self.group_size, self.whole.size
 
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
     def _grouped(self, values: Tensor) -> Tensor:
         """Values `[K, b·n, …]` as `[n·K, b, …]`."""
         return values.unflatten(1, (-1, self.group_size)).movedim(2, 0).flatten(0, 1)
@@ -83,7 +87,7 @@ class GroupedBlock(Block):
         matrix = weights.view(shape) if factors.input_first else weights.view(shape).T  # [I, O]
         factors, n = factors.to(weights.dtype), self.group_size
         per_group = n**2 * (sum(matrix.shape) + self.whole.n_cotangents * factors.n_outputs)
-        groups = chunks(self.n_data, per_group)
+        groups = chunks(self.n_data, per_group, self.device)
         parts = [self._gram(factors, matrix, slice(n * some.start, n * some.stop)) for some in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -124,6 +128,11 @@ class Jacobian:
         return self.blocks[0].n_cotangents
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.blocks[0].device
+
+    @property
     def is_head(self) -> bool:
         """True if every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
         return all(isinstance(block, HeadBlock) for block in self.blocks)
@@ -154,7 +163,7 @@ class Jacobian:
 
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[b, K, P]` over consecutive data, each at most about `CHUNK_BYTES`."""
-        for data in chunks(self.n_data, self.n_cotangents * sum(block.size for block in self.blocks)):
+        for data in chunks(self.n_data, self.n_cotangents * sum(block.size for block in self.blocks), self.device):
             yield self.at(data).dense()
 
     def at(self, data: slice | Tensor) -> Jacobian:
@@ -194,7 +203,7 @@ class Jacobian:
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which covariances are summed: this one, or float64 if they are `wide`."""
-        return wide_dtype(self.blocks[0].bound().device) if self.wide else dtype
+        return wide_dtype(self.device) if self.wide else dtype
 
     def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
         """Adds up what `function(index, block)` gives for every block."""
@@ -360,7 +369,7 @@ def _scaled_kernel(x: Block, y: Block, scales: Scales, i: int) -> Tensor:
 
 def _scaled(contract: Callable[[Tensor], Tensor], block: Block, scales: Scales, i: int) -> Tensor:
     """A contraction with the variances of a tensor's entries."""
-    ones = torch.ones(block.size, dtype=wide_dtype(block.bound().device), device=block.bound().device)
+    ones = torch.ones(block.size, dtype=wide_dtype(block.device), device=block.device)
     if scales is None:
         return contract(ones)
     scale = widened(scales[i])
@@ -368,4 +377,4 @@ def _scaled(contract: Callable[[Tensor], Tensor], block: Block, scales: Scales, 
 
 
 def _double(block: Block) -> Block:
-    return block.cast(wide_dtype(block.bound().device))
+    return block.cast(wide_dtype(block.device))

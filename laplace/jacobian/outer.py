@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.orthogonal_basis import OrthogonalBasis
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import (
     CHUNK_BYTES,
@@ -108,6 +109,10 @@ class FactoredBlock(Block):
     def n_data(self) -> int:
         return self.g.shape[1]
 
+    @property
+    def device(self) -> torch.device:
+        return self.g.device
+
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
         return TensorShape(
             self.size, factored=True, groups=self.groups, n_outputs=self.n_outputs, n_inputs=self.n_inputs,
@@ -175,7 +180,7 @@ def kernel_by_grams(
 def _chunks(x: FactoredBlock, y: FactoredBlock) -> Iterator[slice]:
     """Consecutive samples of x, so few that the Gram of output gradients with as many of y fits a chunk."""
     pairs = x.n_cotangents * y.n_cotangents * x.n_positions * y.n_positions * x.groups
-    step = max(1, int((CHUNK_BYTES / (_DOUBLE * pairs)) ** 0.5))
+    step = max(1, int((bytes_at_once(CHUNK_BYTES, x.device) / (_DOUBLE * pairs)) ** 0.5))
     for start in range(0, x.n_data, step):
         yield slice(start, start + step)
 
@@ -461,7 +466,7 @@ class OuterBlock(FactoredBlock):
 
     def _for_squares(self) -> Iterator[OuterBlock]:
         """Blocks of some cotangents: for a large weight even the piece of one sample may be too large."""
-        step = max(1, CHUNK_BYTES // (8 * self.size))
+        step = max(1, bytes_at_once(CHUNK_BYTES, self.device) // (8 * self.size))
         few = self.n_cotangents * self.n_outputs < _KEPT_BELOW
         unfolds = few and isinstance(self.a, Patches) and not self.a.convolves(self.g)
         block = self._unfolded() if unfolds else self
@@ -511,7 +516,7 @@ class OuterBlock(FactoredBlock):
         if self.inputs is None:
             return torch.einsum("kbgo,sbk->sgo", self.g[:, :, 0], weights).flatten(1)
         order, parts = "gio" if self.input_first else "goi", []
-        for data in chunks(self.n_data, len(weights) * self.n_positions * self.groups * self.n_outputs):
+        for data in chunks(self.n_data, len(weights) * self.n_positions * self.groups * self.n_outputs, self.device):
             part = self.at(data)
             outputs = torch.einsum("kbtgo,sbk->sbtgo", part.g, weights[:, data])
             parts.append(torch.einsum(f"sbtgo,btgi->s{order}", outputs, part.inputs))
@@ -525,7 +530,7 @@ class OuterBlock(FactoredBlock):
     def _by_position(self, steps: Tensor) -> Tensor:
         """Σ_t g·(a v), `[S, B, K]`, of vectors `[S, G, O, I]`: no dense piece is made."""
         parts: list[Tensor] = []
-        for data in chunks(self.n_data, len(steps) * self.n_positions * self.groups * self.n_outputs):
+        for data in chunks(self.n_data, len(steps) * self.n_positions * self.groups * self.n_outputs, self.device):
             part = self.at(data)
             outputs = torch.einsum("btgi,sgoi->sbtgo", part.inputs, steps)
             parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))

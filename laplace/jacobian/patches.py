@@ -14,9 +14,10 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from laplace.core.cached import cached_property
 from laplace.core.gram import convolutions_are_fast, group_gram
+from laplace.core.pieces import bytes_at_once, operations_are_dear
 
 _PART_BYTES = 2**20
-"""Bytes of patches that are unfolded at once if they are read once: the size of a cache."""
+"""Bytes of patches that a CPU unfolds at once if they are read once: the size of a cache."""
 
 _COPIED_BYTES = 2**25
 """Bytes of images and gradients that are copied at once for a convolution."""
@@ -63,7 +64,8 @@ class Patches:
     def slices(self, n_bytes: int | None = None) -> Iterator[slice]:
         """Consecutive samples, few enough that their patches (or `n_bytes` of all) stay in a cache."""
         data = len(self.images)
-        parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // _PART_BYTES)))
+        most = bytes_at_once(_PART_BYTES, self.images.device)
+        parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // most)))
         for i in range(parts):
             yield slice(data * i // parts, data * (i + 1) // parts)
 
@@ -116,6 +118,7 @@ class Patches:
         k, rows = self.kernel[0], self.images.shape[3]
         patches = rows - k + 1
         simple = self.stride[0] == self.dilation[0] == self.groups == 1 and patches >= k
+        simple = simple and not operations_are_dear(self.images.device)
         return simple and 2 * (patches + (k - 1) / 2) < k * patches
 
     def _strips(self) -> Iterator[Tensor]:
@@ -172,7 +175,8 @@ def _ordered(upper: Tensor, kernel: Sequence[int]) -> Tensor:
 def unfold(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
     """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
     dims = len(kernel)
-    if dims < 3 and prod(kernel) > 1 and not x.is_meta:  # for whose shapes PyTorch would import its compiler
+    # For shapes on the meta device PyTorch would import its compiler, and on a GPU it unfolds image by image.
+    if dims < 3 and prod(kernel) > 1 and not x.is_meta and not operations_are_dear(x.device):
         return _columns(x, kernel, stride, dilation, groups)
     for d in range(dims):
         reach = (kernel[d] - 1) * dilation[d] + 1

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.gaussian import Gaussian
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.registry import Registry
 from laplace.errors import ApproximationWarning, InvalidArgument, warn
@@ -68,7 +69,7 @@ def softmax(f: Tensor) -> Tensor:
     On a CPU PyTorch's kernel works along rows that fill a vector register, and number by number along shorter ones: a
     tenth of the time is that of many short rows side by side.
     """
-    if f.device.type != "cpu" or f.shape[-1] >= _FEW_CLASSES or f.numel() < _MANY_ROWS * f.shape[-1]:
+    if operations_are_dear(f.device) or f.shape[-1] >= _FEW_CLASSES or f.numel() < _MANY_ROWS * f.shape[-1]:
         return torch.softmax(f, dim=-1)
     return torch.softmax(f.movedim(-1, 0).contiguous(), dim=0).movedim(0, -1).contiguous()
 

@@ -52,7 +52,7 @@ class MatrixCost:
         """That of tensors of these shapes."""
         size = sum(shape.size for shape in shapes)
         matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
-        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms)
+        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms, profile.device)
         if pairs is None:
             pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
             return cls(matrix, matrix, pieces)

@@ -25,6 +25,7 @@ from torch import Tensor
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, total
@@ -182,7 +183,7 @@ class Rows(Span):
         merged = [_of_more_data([part for part, _ in group]) for group in groups]
         if n_terms == 1:
             return cls(tuple(merged))
-        device = merged[0].blocks[0].bound().device
+        device = merged[0].blocks[0].device
         turns = [
             ((group[0][1] + torch.arange(part.n_cotangents, device=device)) % n_terms).repeat(part.n_data)
             for part, group in zip(merged, groups, strict=True)
@@ -269,7 +270,7 @@ class Basis:
     def coordinates(self, jacobian: Jacobian) -> Tensor:
         """V, `[B, C, r]`, by rows of K*M that fit a chunk."""
         per_datum = _DOUBLE * jacobian.n_cotangents * len(self.dual)
-        step = max(1, CHUNK_BYTES // per_datum)
+        step = max(1, bytes_at_once(CHUNK_BYTES, jacobian.device) // per_datum)
         rows = [self._rows(jacobian.at(slice(i, i + step))) for i in range(0, jacobian.n_data, step)]
         return torch.cat(rows)
 
@@ -360,7 +361,7 @@ def moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
 
 def one_output(jacobian: Jacobian, c: int) -> Tensor:
     """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`; of groups that of all of their rows."""
-    device = jacobian.blocks[0].bound().device
+    device = jacobian.device
     step = jacobian.n_cotangents // jacobian.group_size
     return torch.arange(c, jacobian.n_cotangents, step, device=device).expand(jacobian.n_data, -1)
 
@@ -444,7 +445,8 @@ class DualPrecision(Precision):
         """J P⁻¹ Jᵀ of a dual in one of the forms, float64, differentiable."""
         if form == "joint":
             return self._covariance_of(i, jacobian, form)
-        step = max(1, CHUNK_BYTES // (_DOUBLE * jacobian.n_cotangents * max(1, len(self.roots[i]))))
+        per_datum = _DOUBLE * jacobian.n_cotangents * max(1, len(self.roots[i]))
+        step = max(1, bytes_at_once(CHUNK_BYTES, jacobian.device) // per_datum)
         pieces = [jacobian.at(slice(start, start + step)) for start in range(0, jacobian.n_data, step)]
         return torch.cat([self._covariance_of(i, piece, form) for piece in pieces])
 

@@ -26,6 +26,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.memory import available, in_units
 from laplace.core.nested import is_finite, move
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
@@ -81,7 +82,7 @@ class HeadRoots:
     def variances(self, features: Tensor) -> Tensor:
         """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]`."""
         features = features.to(self.columns[0])
-        step = max(1, CHUNK_BYTES // (8 * self.n_outputs * features.shape[1]))
+        step = max(1, bytes_at_once(CHUNK_BYTES, features.device) // (8 * self.n_outputs * features.shape[1]))
         return torch.cat([self._of_some(rows) for rows in features.split(step)])
 
     def _of_some(self, features: Tensor) -> Tensor:
@@ -567,7 +568,8 @@ class RowCurvature(FullCurvature):
             return None
         n_params, square = profile.n_params, DOUBLE * n_rows**2
         return Cost(
-            fitted=kept, running=kept, adding=kept, posterior=2 * kept + 5 * square, projecting=4 * CHUNK_BYTES,
+            fitted=kept, running=kept, adding=kept, posterior=2 * kept + 5 * square,
+            projecting=4 * bytes_at_once(CHUNK_BYTES, profile.device),
             note=f"factored over {n_rows:,} rows of the data, fewer than the {n_params:,} weights",
         )  # fmt: skip
 
@@ -606,7 +608,7 @@ class RowPrecision(JointPrecision):
         if form != "diagonal" or head is None:
             return super().variance(jacobian, form)
         features, basis = widened(jacobian.head_features()), head[0]
-        step = max(1, CHUNK_BYTES // (DOUBLE * basis.shape[1]))
+        step = max(1, bytes_at_once(CHUNK_BYTES, basis.device) // (DOUBLE * basis.shape[1]))
         variances = torch.cat([self._of_head(rows, basis) for rows in features.split(step)])
         return variances.to(jacobian.summed_in(self.dtype))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace.core.cached import cached_property
 from laplace.core.inference import kept_for_later
+from laplace.core.pieces import bytes_at_once, numbers_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import InvalidData
@@ -146,7 +147,7 @@ class Columns:
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive entries of all columns, `[K, n]`, at most about `CHUNK_BYTES` at a time."""
         width = 1 if self.index is not None else self.right.shape[1]
-        step = max(1, CHUNK_BYTES // (_BYTES * max(1, len(self)) * width))
+        step = max(1, bytes_at_once(CHUNK_BYTES, self.left.device) // (_BYTES * max(1, len(self)) * width))
         for start in range(0, self.size // width, step):
             stop = min(start + step, self.size // width)
             yield slice(start * width, stop * width), self._entries(start, stop)
@@ -159,7 +160,7 @@ class Columns:
 
     def rows(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """A few whole columns `[n, p]` at a time, at most about `CHUNK_BYTES`, but one."""
-        step = max(1, CHUNK_BYTES // (_BYTES * self.size))
+        step = max(1, bytes_at_once(CHUNK_BYTES, self.left.device) // (_BYTES * self.size))
         for start in range(0, len(self), step):
             some = slice(start, start + step)
             part = Columns(self.left[some].to(dtype), self.right[some].to(dtype), self.values[:, some], self.index)
@@ -187,7 +188,7 @@ class Columns:
         if pairs is None:
             return self.gram(weights(slice(0, self.size)))
         height, width = self.left.shape[1], self.right.shape[1]
-        step = max(1, _AT_ONCE // width)
+        step = max(1, numbers_at_once(_AT_ONCE, self.left.device) // width)
         rows = (slice(start, min(start + step, height)) for start in range(0, height, step))
         return pairs.entries(
             total(

@@ -21,13 +21,11 @@ from torch.nn.functional import pad
 from laplace.core.cached import cached_property
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import repeated
+from laplace.core.pieces import numbers_at_once
 from laplace.core.precision_policy import widened
 
 _PIECE = 2**16
-"""Terms that are gone through at once, so that what is computed of them stays in the cache of one core."""
-
-_PIECE_ELSEWHERE = 2**24
-"""The same on other devices, where an operation costs more than what it leaves in memory."""
+"""Terms that a CPU goes through at once, so that what is computed of them stays in the cache of one core."""
 
 
 def log_det_ratio(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -82,14 +80,10 @@ class _Terms:
 
 def _summed(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
     """Σ log(1 + c e₁ + c² e₂), 0-dim, of runs with a c each; differentiable in c, and in e₁ without e₂."""
-    if len(first) <= _piece(first):
+    if len(first) <= numbers_at_once(_PIECE, first.device):
         c = ratios if len(sizes) == 1 else repeated(ratios, sizes)
         return (_divided(first, second, c) * c).log1p().sum()
     return _InPieces.apply(first, second, ratios, sizes)[0]  # pyright: ignore[reportOptionalSubscript]
-
-
-def _piece(like: Tensor) -> int:
-    return _PIECE if like.device.type == "cpu" else _PIECE_ELSEWHERE
 
 
 def _divided(first: Tensor, second: Tensor | None, c: Tensor) -> Tensor:
@@ -135,8 +129,9 @@ class _InPieces(torch.autograd.Function):
         slopes: list[Tensor] = []
         for one, other, ratio in _runs(first, second, ratios, sizes):
             slope = torch.zeros_like(value)
-            for at in range(0, len(one), _piece(one)):
-                end = at + _piece(one)
+            step = numbers_at_once(_PIECE, one.device)
+            for at in range(0, len(one), step):
+                end = at + step
                 a, b = one[at:end], None if other is None else other[at:end]
                 divided = _divided(a, b, ratio)
                 rising = _divided(divided, b, ratio)

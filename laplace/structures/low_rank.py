@@ -21,6 +21,7 @@ from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -501,7 +502,7 @@ class LowRankCurvature(Curvature):
             fitted=fitted,
             running=blocks,
             adding=blocks + fitted,
-            pieces=min(2 * CHUNK_BYTES, 2 * blocks),
+            pieces=min(2 * bytes_at_once(CHUNK_BYTES, profile.device), 2 * blocks),
             posterior=fitted + 4 * row,
             projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),
             vectors=width * profile.n_terms,

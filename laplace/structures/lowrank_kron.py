@@ -296,7 +296,7 @@ class _Solved:
 
         By dense rows φ; z = R⁻¹ Wᵀ B^(−½) φ, for K = R Rᵀ, of all of them.
         """
-        some = list(chunks(block.n_data, block.n_cotangents * block.size))
+        some = list(chunks(block.n_data, block.n_cotangents * block.size, block.device))
         if form != "joint" and len(some) > 1:
             z = z.unflatten(1, (block.n_data, -1)) if z.ndim == 2 else z
             return torch.cat([self._squares(block.at(data), z[:, data], form) for data in some])

@@ -16,6 +16,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import ApproximationWarning, CurvatureError, warn
@@ -265,7 +266,7 @@ def drawn(mean: Tensor, precision: Precision, n_samples: int, generator: torch.G
     """
     noise = standard_normal((n_samples, precision.n_noise(len(mean))), mean, generator)
     row = max(1, noise.shape[1] * noise.element_size())
-    parts = noise.split(max(_LEAST_AT_ONCE, _CHUNK_BYTES // row))
+    parts = noise.split(max(_LEAST_AT_ONCE, bytes_at_once(_CHUNK_BYTES, noise.device) // row))
     first = mean + precision.sample(parts[0])
     if len(parts) == 1:
         return first

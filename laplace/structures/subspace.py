@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
 
@@ -31,7 +32,7 @@ _NOISE = 8
 
 def chunks(*blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Columns of blocks `[·, P]` side by side, at most about `_CHUNK_BYTES` of float64 each."""
-    step = max(1, _CHUNK_BYTES // (8 * max(1, *(len(block) for block in blocks))))
+    step = max(1, bytes_at_once(_CHUNK_BYTES, blocks[0].device) // (8 * max(1, *(len(block) for block in blocks))))
     return zip(*(block.split(step, 1) for block in blocks), strict=True)
 
 

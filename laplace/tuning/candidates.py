@@ -17,6 +17,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
+from laplace.core.pieces import bytes_at_once
 from laplace.core.positions import rows_of
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
@@ -174,7 +175,7 @@ class Candidates:
             n_outputs = self.posterior.fit.n_outputs
             per_datum = n_outputs if self.summaries.diagonal else n_outputs**2
             width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
-            size = max(1, CHUNK_BYTES // (8 * width))
+            size = max(1, bytes_at_once(CHUNK_BYTES, self.priors.device) // (8 * width))
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
@@ -285,7 +286,7 @@ class Candidates:
             weights = posterior.sampler()(n_samples, draws)
         else:
             weights = drawn(mean, posterior.evidence.precision, n_samples, draws)
-        if len(self.settings) * weights.numel() * weights.element_size() <= 8 * CHUNK_BYTES:
+        if len(self.settings) * weights.nbytes <= 8 * bytes_at_once(CHUNK_BYTES, weights.device):
             self._weights[i] = weights
         return weights
 

@@ -1,7 +1,7 @@
 """Backward passes for K cotangents at once, and replacements of functions without true derivatives.
 
-On small CPU convolutions a loop over K is faster than the vectorised pass (whose batching folds K into the batch of a
-slower kernel); on networks of matrix products the vectorised pass wins.
+On a CPU a loop over K is faster for convolutions than the vectorised pass, whose batching folds K into the batch of a
+slower kernel; elsewhere, and on networks of matrix products, the vectorised pass wins.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._vmap_internals import _vmap
 from torch.autograd.graph import GradientEdge
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
+from laplace.core.pieces import operations_are_dear
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import computable_again
 from laplace.network.tree import modules_of
@@ -30,9 +32,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _RECURRENT = (nn.RNNBase,)
 
 
-def prefers_loop(module: nn.Module, *, twice: bool = False, stepwise: bool = False) -> bool:
-    """True if the network holds layers whose vectorised backward pass is slow or missing."""
-    slow = (() if twice else _CONVOLUTIONS) + (() if stepwise else _RECURRENT)
+def prefers_loop(module: nn.Module, device: torch.device, *, twice: bool = False, stepwise: bool = False) -> bool:
+    """True if the network holds layers whose vectorised backward pass is slow on a device, or missing."""
+    convolves_faster = not twice and not operations_are_dear(device)
+    slow = (_CONVOLUTIONS if convolves_faster else ()) + (() if stepwise else _RECURRENT)
     return any(isinstance(child, slow) for child in modules_of(module))
 
 
@@ -92,8 +95,19 @@ class BackwardPasses:
 
     def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
         """Gradients for K cotangents `[K, *shape of the output]` at once."""
-        # As `is_grads_batched=True` runs it; `torch.func.vmap` of PyTorch 2.4 imports the compiler.
-        return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
+        if not operations_are_dear(cotangents[0].device):
+            # As `is_grads_batched=True` runs it; `torch.func.vmap` of PyTorch 2.4 imports the compiler.
+            return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
+        reached: list[bool] = []
+
+        def gradients(*one: Tensor) -> list[Tensor]:
+            """Those that there are: of convolutions and batch norms this vmap alone takes one operation for all."""
+            every = self.gradients(*one)
+            reached[:] = [gradient is not None for gradient in every]
+            return [gradient for gradient in every if gradient is not None]
+
+        found = iter(vmap(gradients)(*cotangents))
+        return [next(found) if there else None for there in reached]
 
 
 class _Start(torch.autograd.Function):

@@ -17,6 +17,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.nested import n_bytes, stored
+from laplace.core.pieces import bytes_at_once
 from laplace.core.positions import OutputChoice, target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
@@ -57,7 +58,7 @@ class NativeEngine(CurvatureEngine):
         super().__init__(problem, likelihood, options)
         self.memory_budget = options.memory_budget
         self.max_passes = options.max_passes
-        self._loop = prefers_loop(problem.module)
+        self._loop = prefers_loop(problem.module, problem.device)
         self._observed = self._unwatchable = False
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
@@ -156,7 +157,7 @@ class NativeEngine(CurvatureEngine):
         f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
         return BatchProfile.least(
             self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
-            product_budget=self._product_budget, loop=self._loop,
+            product_budget=self._product_budget, loop=self._loop, device=self.problem.device,
         )  # fmt: skip
 
     def _profile(self, batch: ForwardPass) -> BatchProfile:
@@ -168,7 +169,7 @@ class NativeEngine(CurvatureEngine):
             graph=0, widest=0, gradients=batch.bytes_per_cotangent() // 2, budget=self.memory_budget,
             product_budget=self._product_budget, loop=batch.capture.loop,
             refused=batch.mixes and columns > self.max_passes,
-            inputs=sum(map(n_bytes, batches.tensors(batch.x))),
+            inputs=sum(map(n_bytes, batches.tensors(batch.x))), device=self.problem.device,
         )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
@@ -235,7 +236,7 @@ class NativeEngine(CurvatureEngine):
             return capture
         require_explained(problem)
         try:
-            loop = prefers_loop(problem.module, stepwise=True)
+            loop = prefers_loop(problem.module, problem.device, stepwise=True)
             again = record(problem, x, loop=loop, create_graph=create_graph, observed=True)
         except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
             if ran_out(error):
@@ -333,7 +334,7 @@ class NativeEngine(CurvatureEngine):
 
     def _differentiable(self, problem: Problem, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; it needs no rules."""
-        loop = prefers_loop(problem.module, twice=True)
+        loop = prefers_loop(problem.module, problem.device, twice=True)
         capture = record(problem, detached(x), loop=loop, create_graph=True)
         if capture.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
@@ -378,7 +379,7 @@ class NativeEngine(CurvatureEngine):
 
     @property
     def _product_budget(self) -> int:
-        return min(self.memory_budget, _CACHED) if self.problem.device.type == "cpu" else self.memory_budget
+        return min(self.memory_budget, bytes_at_once(_CACHED, self.problem.device))
 
     def _n_terms(self, f: Tensor) -> int:
         return f.shape[1] if self.split_outputs else 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.memory import DATUM, in_slices
+from laplace.core.pieces import bytes_at_once
 from laplace.core.processes import Processes
 from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
 from laplace.engines.native.functions import FunctionCall, LayerCall, Observer
@@ -340,6 +341,9 @@ By the use, whose axis is the leading one or not, and the dtype.
 """
 
 
+_promoted = cache(torch.promote_types)  # which PyTorch dispatches as an operation
+
+
 def block_of(
     problem: Problem,
     slot: int,
@@ -352,12 +356,12 @@ def block_of(
 
     `activations` keeps what does not depend on the cotangents from one call to the next.
     """
-    calls, n_data, dtype = capture.calls, len(capture.f), torch.promote_types(problem.dtype, torch.float32)
+    calls, n_data, dtype = capture.calls, len(capture.f), _promoted(problem.dtype, torch.float32)
     memory = {} if activations is None else activations
     blocks: list[Block] = []
     for use in uses:
         call, g = calls[use.call], gradients[use.call]
-        digits = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer than its weights have
+        digits = _promoted(g.dtype, dtype)  # a network may compute in fewer than its weights have
         if isinstance(call.by, nn.Module):
             rule = rule_for(call.by)
             if rule is None:
@@ -535,8 +539,8 @@ class ForwardPass:
 
         Of passes that run one by one on a CPU few, since many large ones take longer to stack than they save.
         """
-        looped = self.capture.loop and not together and self.f.device.type == "cpu"
-        budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget
+        looped = self.capture.loop and not together
+        budget = min(self.memory_budget, bytes_at_once(_CACHED, self.f.device)) if looped else self.memory_budget
         # Besides the gradients the cotangent itself, `[B, C]`, twice: as it is made, and in the dtype of the outputs.
         own = 2 * self.f.numel() * self.f.element_size() * self.widest // max(1, self.n_data)
         return max(1, budget // (self.bytes_per_cotangent() + own))
