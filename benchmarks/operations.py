@@ -12,21 +12,24 @@ _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_selec
 _READS |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
 """Operations whose results, or whose sizes, the host waits for."""
 _COPIES = {"copy_", "_to_copy"}
+_LAUNCH_NOTHING = {"_unsafe_view", "promote_types", "empty", "new_empty", "empty_like", "empty_strided"}
+"""Operations that give a view without saying so, or numbers that nobody has written."""
 
 
 @cache
 def _about(operation: Any) -> tuple[str, bool]:
-    """The name of an operation, and whether it gives a view of what it is given."""
+    """The name of an operation, and whether it launches nothing: it gives a view of what it is given, say."""
     returned = [result.alias_info for result in operation._schema.returns]
+    name = operation._schema.name.removeprefix("aten::")
     is_view = any(alias is not None and not alias.is_write for alias in returned)
-    return operation._schema.name.removeprefix("aten::"), is_view or operation.name().startswith("aten::detach")
+    return name, is_view or name.startswith("detach") or name in _LAUNCH_NOTHING
 
 
 class Counted(TorchDispatchMode):
     """Counts within its block, those of backward passes included.
 
     Attributes:
-        operations: That are no views: each is a launch of a kernel, or several.
+        operations: That are no views and compute something: each is a launch of a kernel, or several.
         reads: For which the host waits: numbers, and tensors that are copied to it.
     """
 
@@ -38,8 +41,8 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and counts it."""
         result = func(*args, **(kwargs or {}))
-        name, is_view = _about(func)
-        self.operations += not is_view
+        name, launches_nothing = _about(func)
+        self.operations += not launches_nothing
         self.reads += name in _READS or (name in _COPIES and _to_host(args, result))
         return result
 

@@ -1,0 +1,83 @@
+"""Where operations are dear, fits and predictions take few of them, and give the numbers of a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace.core import pieces
+from laplace.structures import STRUCTURES
+from tests import grid
+from tests.operations.budgets import BUDGETS, Budget
+from tests.operations.networks import NETWORKS, counted, of_one_pass
+
+
+@pytest.fixture
+def dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU taken for an accelerator."""
+    monkeypatch.setattr(pieces, "_CHEAP", frozenset({"meta"}))
+
+
+@pytest.mark.usefixtures("dear")
+@pytest.mark.parametrize("name", BUDGETS, ids=", ".join)
+def test_no_more_operations_than_the_budget(name: tuple[str, str, str]) -> None:
+    network, weights, structure = name
+    found = counted(NETWORKS[network], weights, structure)
+    above = {what: count for what, count in found._asdict().items() if count > getattr(BUDGETS[name], what)}
+    assert not above, f"{found} of {BUDGETS[name]}"
+
+
+@pytest.mark.parametrize("name", BUDGETS, ids=", ".join)
+def test_budgets_are_a_few_passes_of_the_network(name: tuple[str, str, str]) -> None:
+    network, weights, structure = name
+    model, batches = NETWORKS[network]()
+    forward, r = of_one_pass(model, batches[0][0])
+    budget: Budget = BUDGETS[name]
+    if weights == "last_layer":
+        assert budget.batch <= forward + 65 and budget.probit <= forward + 45
+    elif structure == "full":
+        assert budget.batch <= 0.9 * r + 1 and budget.probit <= 0.9 * r
+    else:
+        assert budget.batch <= r and budget.probit <= r
+
+
+class Images(nn.Module):
+    """Strided, grouped, dilated and transposed convolutions, norms and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.BatchNorm2d(4), nn.Tanh(),
+            nn.Conv2d(4, 4, 3, stride=2, padding=2, dilation=2, bias=False), nn.GroupNorm(2, 4), nn.Tanh(),
+            nn.ConvTranspose2d(4, 3, 3, stride=2), nn.MaxPool2d(2), nn.Tanh(),
+        )  # fmt: skip
+        self.head = nn.Linear(3 * 4 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+def numbers(model: nn.Module, batches: list[tuple[Tensor, Tensor]], weights: str, structure: str) -> list[Tensor]:
+    """Of a fit: probabilities, variances of the outputs and the evidence."""
+    la = grid.make(weights, structure, "classification", model, prior_precision=0.7)
+    la.fit(batches)
+    x = batches[0][0]
+    mean, variance = la(x, pred_type="glm", link_approx="probit"), la.predict(x).latent_variance
+    return [mean, variance, la.log_marginal_likelihood()]
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_numbers_are_those_of_a_cpu(structure: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Images().eval()
+        batches = [(torch.randn(5, 2, 8, 8), torch.randint(3, (5,))) for _ in range(3)]
+        expected = numbers(model, batches, weights, structure)
+        monkeypatch.setattr(pieces, "_CHEAP", frozenset({"meta"}))
+        found = numbers(model, batches, weights, structure)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-10 * other.abs().max()
