@@ -16,6 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from laplace.core import eigen
 from laplace.core.cached import cached_property
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, InvalidArgument
@@ -455,7 +456,7 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(factor.dtype, torch.float32)
     if factor.ndim == 1:
         return factor.to(dtype).clamp(min=0), torch.ones_like(factor, dtype=dtype)
-    values, vectors = torch.linalg.eigh(widened(factor))
+    values, vectors = eigen.eigh(widened(factor))
     return values.clamp(min=0).to(dtype), vectors.to(dtype)
 
 

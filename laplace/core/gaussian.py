@@ -20,6 +20,7 @@ from torch.distributions import (
 )
 
 from laplace.core.checks import is_true, require, together
+from laplace.core.eigen import eigh, goes_one_by_one, root_by_products
 from laplace.core.positions import unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal_parts
@@ -55,8 +56,16 @@ def scaled_root(covariance: Tensor) -> Tensor:
     squares = variances + _SCALES * variances.mean(-1, keepdim=True)
     varies = squares > 0
     units = squares.where(varies, 1.0).sqrt()
-    root: Any = _SymmetricRoot.apply(wide / units.unsqueeze(-1) / units.unsqueeze(-2))
+    root = _symmetric_root(wide / units.unsqueeze(-1) / units.unsqueeze(-2))
     return (size.sqrt() * units.unsqueeze(-1) * root).to(covariance.dtype)
+
+
+def _symmetric_root(matrix: Tensor) -> Tensor:
+    """A^½ `[..., n, n]`, by products where the device would decompose one matrix after the other."""
+    root = None
+    if goes_one_by_one(matrix) and not (matrix.requires_grad and torch.is_grad_enabled()):
+        root = root_by_products(matrix)
+    return _SymmetricRoot.apply(matrix) if root is None else root  # pyright: ignore[reportReturnType]
 
 
 class _SymmetricRoot(torch.autograd.Function):
@@ -64,7 +73,7 @@ class _SymmetricRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         roots = values.clamp(min=0).sqrt()
         root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
         ctx.save_for_backward(root, roots, vectors)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laplace.core import nested
+from laplace.core import eigen, nested
 from laplace.core.cached import cached_property
 from laplace.core.checks import all_finite, require
 from laplace.core.precision_policy import widened
@@ -271,7 +271,7 @@ def _spectral_root(dense: Tensor) -> Tensor:
             "the inputs and at the network's weights."
         ),
     )
-    values, vectors = torch.linalg.eigh(widened(dense))
+    values, vectors = eigen.eigh(widened(dense))
     tolerance = 100 * dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(1, keepdim=True)
     require(
         values >= -tolerance,

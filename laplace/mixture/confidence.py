@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import eigen
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
@@ -57,7 +58,7 @@ def _ratios(la: ParametricLaplace) -> Tensor:
     for row in rows:
         units = mean.new_zeros(len(row), len(mean))
         units[torch.arange(len(row)), row] = 1
-        smallest = torch.linalg.eigvalsh(widened(precision.solve(units)[:, row]))[0].clamp(min=0)
+        smallest = eigen.eigvalsh(widened(precision.solve(units)[:, row]))[0].clamp(min=0)
         ratios.append(widened(mean[row]).norm() / (math.pi / 8 * smallest).sqrt())
     return torch.stack(ratios)
 

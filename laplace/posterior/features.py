@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import eigen, nested
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidData, StateError
 
@@ -28,7 +28,7 @@ class Scatter:
 
     @classmethod
     def of_matrix(cls, matrix: Tensor) -> Scatter:
-        values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.T))
+        values, vectors = eigen.eigh(0.5 * (matrix + matrix.T))
         return cls(values.clamp(min=0), vectors)
 
     @classmethod

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import eigen
 from laplace.core.arguments import check_counts
 from laplace.core.checks import are_finite, require, where_not_finite
 from laplace.core.positions import require_none
@@ -168,7 +169,7 @@ def _standardised(found: Tensor) -> Tensor:
 
 def _shrinkage(labelled: Tensor) -> Any:
     """What labels at an input leave of all others: (I + B Bᵀ)^(−½) A for its B `[S, K]`."""
-    values, vectors = torch.linalg.eigh(labelled.T @ labelled)
+    values, vectors = eigen.eigh(labelled.T @ labelled)
     values = values.clamp(min=0)
     safe = torch.where(values > 0, values, 1.0)
     inner = (vectors * torch.where(values > 0, (1 - (1 + values).rsqrt()) / safe, 0.5)) @ vectors.T

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from laplace.core import eigen
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs, require_loader
 from laplace.core.positions import require_none
@@ -178,7 +179,7 @@ class _Rows:
 
     def _inverse(self, rows: Tensor) -> Tensor:
         """(R Rᵀ)⁺, without directions that are rounding."""
-        values, vectors = torch.linalg.eigh(rows @ rows.T)
+        values, vectors = eigen.eigh(rows @ rows.T)
         rounding = max(torch.finfo(self.deviations.dtype).eps ** 2, torch.finfo(rows.dtype).eps)
         floor = values[-1].clamp(min=0) * len(values) * rounding
         return (vectors * torch.where(values > floor, 1 / values, 0.0)) @ vectors.T

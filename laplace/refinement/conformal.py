@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from laplace.core import eigen
 from laplace.core.batch import Inputs, require_loader, to_device
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
@@ -281,7 +282,7 @@ class _Jackknife:
     def of(cls, known: _Known, covariance: Tensor) -> _Jackknife:
         residuals = known.residuals()
         root = known.scale.expand(residuals.shape[1]).sqrt()
-        values, vectors = torch.linalg.eigh(root.unsqueeze(1) * covariance * root)
+        values, vectors = eigen.eigh(root.unsqueeze(1) * covariance * root)
         rest = 1 - values
         stuck = rest.amin(1) < 1e-9
         if int(stuck.sum()) > _MOST_CLIPPED * len(stuck):

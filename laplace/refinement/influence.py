@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import eigen
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
@@ -128,7 +129,7 @@ def _few(solved: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor, float
     inner = widened(solved) @ widened(rows).T
     size = inner.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(size > 0, 1 / size, 0.0)
-    values, vectors = torch.linalg.eigh(inverse.unsqueeze(1) * 0.5 * (inner + inner.T) * inverse)
+    values, vectors = eigen.eigh(inverse.unsqueeze(1) * 0.5 * (inner + inner.T) * inverse)
     chosen = vectors[:, -rank:]
     combined = (inverse.unsqueeze(1) * chosen).to(solved).T @ solved
     kept = values[-rank:].sum() / values.sum() if bool((size > 0).any()) else 1.0  # nothing to lose

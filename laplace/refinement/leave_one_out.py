@@ -151,18 +151,19 @@ def _without_each(
     root = weight.sqrt().unsqueeze(1) * widened(likelihood.hessian(f, y).root().permute(1, 2, 0))
     seen = covariance @ root  # Σ S, `[B, C, K]`
     inside = root.mT @ seen
-    values, vectors = torch.linalg.eigh(0.5 * (inside + inside.mT))
-    rest = 1 - values
-    clipped = rest.amin(1) < _REST
-    turned = seen @ vectors
-    more = (turned / rest.unsqueeze(1)) @ turned.mT
+    identity = torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device)
+    rest = identity - 0.5 * (inside + inside.mT)
+    clipped = torch.linalg.cholesky_ex(rest - _REST * identity).info != 0  # an eigenvalue of the rest is below
+    factor = torch.linalg.cholesky_ex(identity.where(clipped.view(-1, 1, 1), rest)).L
+    half = torch.linalg.solve_triangular(factor, seen.mT, upper=False)
+    more = half.mT @ half
     kept = ~clipped
     without = covariance + torch.where(kept.view(-1, 1, 1), more, 0.0)
     shift = torch.where(kept.unsqueeze(1), (without @ gradient.unsqueeze(2)).squeeze(2), 0.0)
     influence = (gradient.unsqueeze(1) @ without @ gradient.unsqueeze(2)).flatten()
     mean = f + shift
     score = _log_score(likelihood, mean, without, y, widened(posterior.sigma_noise.detach()), link)
-    return mean, without, score, values.sum(1), influence, clipped
+    return mean, without, score, inside.diagonal(dim1=1, dim2=2).sum(1), influence, clipped
 
 
 def _log_score(likelihood: Likelihood, mean: Tensor, covariance: Tensor, y: Tensor, sigma: Tensor, link: str) -> Tensor:

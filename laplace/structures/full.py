@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import eigen, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.gram import row_gram
@@ -297,7 +297,7 @@ class FullPrecision(Precision):
             projected = self._projected()
             factor = linalg.cholesky(projected.flip(0, 1))
             if factor is None:
-                self._checked(torch.linalg.eigvalsh(projected.detach()))
+                self._checked(eigen.eigvalsh(projected.detach()))
                 raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
         return factor
 

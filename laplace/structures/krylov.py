@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from laplace.core import eigen
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.structures import subspace
@@ -257,7 +258,7 @@ class TraceLog:
 
 def _forms(solution: Solution) -> Tensor:
     """Quadratic forms zᵀ log(A) z of the probes of a block, `[R]`."""
-    values, vectors = torch.linalg.eigh(solution.steps.tridiagonal())
+    values, vectors = eigen.eigh(solution.steps.tridiagonal())
     logs = values.clamp(min=torch.finfo(values.dtype).tiny).log()
     return solution.sizes.cpu() * (vectors[:, 0].square() * logs).sum(1)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from laplace.core import eigen
 from laplace.core.checks import all_finite, require
 from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
@@ -57,7 +58,7 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
     """
     _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
     with kept_for_later():
-        values, vectors = torch.linalg.eigh(_checked(matrix))
+        values, vectors = eigen.eigh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values), vectors
 
 
@@ -65,7 +66,7 @@ def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
     _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
     with kept_for_later():
-        values = torch.linalg.eigvalsh(_checked(matrix))
+        values = eigen.eigvalsh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values)
 
 
@@ -128,8 +129,8 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
     if signed:
         return total - removed
     with kept_for_later():
-        values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
-        zero = rounding(total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        values, vectors = eigen.eigh(_checked(total) - _checked(removed))
+        zero = rounding(total.dtype) * eigen.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
         if (values < -zero).any():
             raise _removed_too_much(float(values.min()))
         if (values >= 0).all():
@@ -173,7 +174,7 @@ def positive_part(matrix: Tensor) -> Tensor:
 
 def significant_part(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """The same of an indefinite curvature that was summed in `dtype`, without eigenvalues that are zero but for it."""
-    values, vectors = torch.linalg.eigh(_checked(matrix))
+    values, vectors = eigen.eigh(_checked(matrix))
     return _projected(matrix, vectors * (without_rounding(values, dtype) != 0))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import eigen, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.checks import is_true
@@ -97,14 +97,14 @@ class Subspace:
 
     @keeps_last
     def _eigenvalues(self, weights: Tensor) -> Tensor:
-        return torch.linalg.eigvalsh(self.core(weights))
+        return eigen.eigvalsh(self.core(weights))
 
     def eigenpairs(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvectors `[P, r]` and eigenvalues `[r]` of Σ_e w_e H_e, in the dtype of the basis."""
         core = self.core(weights)
         if self.is_diagonal:
             return self.basis.T, core.diagonal().to(self.basis.dtype)
-        values, vectors = torch.linalg.eigh(core)
+        values, vectors = eigen.eigh(core)
         basis = subspace.rotated(self.basis, vectors.detach().T.flip(0))
         return basis.T, values.flip(0).to(self.basis.dtype)
 
@@ -151,7 +151,7 @@ class LowRankPrecision(Precision):
         if self.prior.is_scalar:
             return self._checked(self.subspace.eigenvalues(self.weights) / widened(self.prior.precision))
         core, root = self.subspace.core(self.weights), torch.linalg.cholesky(self.subspace.gram(self.prior))
-        return self._checked(torch.linalg.eigvalsh(root.T @ core @ root))
+        return self._checked(eigen.eigvalsh(root.T @ core @ root))
 
     def _checked(self, thetas: Tensor) -> Tensor:
         if not self.signed:
@@ -187,12 +187,12 @@ class LowRankPrecision(Precision):
         core, delta = self.subspace.core(self.weights), widened(self.prior.precision)
         if self.prior.is_scalar and self.subspace.is_orthonormal:
             inside = core / delta
-            values, vectors = torch.linalg.eigh(core.detach())
+            values, vectors = eigen.eigh(core.detach())
             values, rotation = values / delta.detach(), vectors.T * delta.sqrt()
         else:
             root = torch.linalg.cholesky(self.subspace.gram(self.prior))
             inside = root.T @ core @ root
-            values, vectors = torch.linalg.eigh(inside.detach())
+            values, vectors = eigen.eigh(inside.detach())
             rotation = torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
         return _Solved(inside, self._checked(values), vectors, rotation)
 
@@ -368,7 +368,7 @@ class LowRankScan(VariancesOverPriors):
     signed: bool  # As in `LowRankPrecision`
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        values, vectors = torch.linalg.eigh(self.subspace.core(self.weights))
+        values, vectors = eigen.eigh(self.subspace.core(self.weights))
         ones = values.new_ones(self.subspace.basis.shape[1])
         unit = _Moments.of(jacobian, self.subspace.basis, vectors.T, ones, diagonal)
         dtype = self.weights.dtype
@@ -527,7 +527,7 @@ class LowRankCurvature(Curvature):
         cores = self._within(basis) + other._within(basis)
         terms: list[tuple[Tensor, Tensor]] = []
         cut = 0.0
-        for values, vectors in zip(*torch.linalg.eigh(cores), strict=True):
+        for values, vectors in zip(*eigen.eigh(cores), strict=True):
             order = values.abs().argsort(descending=True)
             first, rest = order[:limit], order[limit:]
             terms.append((subspace.rotated(basis, vectors[:, first].T), values[first]))
@@ -560,7 +560,7 @@ class LowRankCurvature(Curvature):
         """Basis and cores, without negative eigenvalues if so wished; kept, with what it computes for itself."""
         cores = self.cores
         if mode in ("clamp", "abs"):
-            values, vectors = torch.linalg.eigh(cores)
+            values, vectors = eigen.eigh(cores)
             cores = (vectors * nonnegative(values, mode).unsqueeze(1)) @ vectors.mT
         return Subspace(self.basis, widened(cores))
 

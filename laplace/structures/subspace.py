@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core import eigen
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
@@ -86,7 +87,7 @@ def orthonormalise_(rows: Tensor) -> Tensor:
         if (gram - torch.diag(independent.to(gram))).abs().max() <= _NOISE * eps:
             rows.mul_(scale.unsqueeze(1).to(rows))
             break
-        vectors = torch.linalg.eigh(gram)[1]
+        vectors = eigen.eigh(gram)[1]
         rotate_(rows, vectors.T * scale)
     return rows
 
@@ -106,7 +107,7 @@ def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
     Q and H Q are rows `[l, P]`; zero rows of Q are passed over.
     """
     small = inner(basis, products)
-    values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
+    values, vectors = eigen.eigh(0.5 * (small + small.T))
     order = values.abs().argsort(descending=True)
     values, rotation = values[order], vectors[:, order].T
     squares = torch.zeros_like(values)

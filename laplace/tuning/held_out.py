@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core import eigen
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -124,9 +125,9 @@ class Head:
         """Eigenvectors of Σ_b tr(Λ_b) φ_b φ_bᵀ, `[D, r]`, and its eigenvalues, with r the number of rows at most."""
         scaled = self._weights.sqrt().unsqueeze(1) * self.features
         if len(scaled) >= scaled.shape[1]:
-            values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+            values, vectors = eigen.eigh(scaled.T @ scaled)
             return vectors, values.clamp(min=0)
-        values, vectors = torch.linalg.eigh(scaled @ scaled.T)
+        values, vectors = eigen.eigh(scaled @ scaled.T)
         has_data = values > _NEGLIGIBLE * values[-1]
         return scaled.T @ (vectors[:, has_data] / values[has_data].sqrt()), values[has_data]
 
@@ -141,7 +142,7 @@ class Head:
     def _outputs(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of Σ_b Λ_b / Σ_b tr Λ_b, `[C]`, and eigenvectors, `[C, C]`."""
         total = self.likelihood.hessian(self.features @ self.weight.T + self.offset, self.y).total()
-        values, vectors = torch.linalg.eigh(total / total.trace().clamp(min=torch.finfo(total.dtype).tiny))
+        values, vectors = eigen.eigh(total / total.trace().clamp(min=torch.finfo(total.dtype).tiny))
         return values.clamp(min=0), vectors
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
+from laplace.core import eigen
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
@@ -382,5 +383,5 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """
     if slope.ndim == 2:
         return piece.flatten(0, 1), slope.flatten()
-    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
+    values, vectors = eigen.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()

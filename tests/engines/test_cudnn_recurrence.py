@@ -112,7 +112,7 @@ def test_the_emulation_raises() -> None:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "matrix_free"])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_weights_are_fitted(name: str, structure: str) -> None:
+def test_all_weights_are_fitted(name: str, structure: Any) -> None:
     model = MODELS[name]().eval()
     truth = ggn(model)
     la = Laplace(model, "classification", "all", structure)

@@ -470,6 +470,21 @@ for make in (Encoder, images):
     CASES[f"{make.__name__.lower()}, last_layer, kron"] = layers(make, "kron", "last_layer")
 
 
+@case("many outputs")
+def _many_outputs(device: str) -> Values:
+    """More than a device decomposes in batches: roots by products, other eigenvectors on the host."""
+    values: Values = []
+    torch.manual_seed(0)
+    head, x, y = nn.Linear(5, 36), torch.randn(7, 5).to(device), (torch.arange(7) % 36).to(device)
+    model = nn.Sequential(head).to(device)
+    for structure in ("full", "kron"):
+        la = Laplace(model, "classification", "last_layer", structure, last_layer_name="0")
+        la.fit([(x, y)])
+        values += [la(x, link_approx="mc", generator=seeded(device))]
+        values += [la.functional_samples(x, n_samples=2, generator=seeded(device))]
+    return values
+
+
 # Comparing and counting.
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import eigen, nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -76,7 +76,7 @@ class NystromPrecision(Precision):
     def logdet_ratio(self) -> Tensor:
         if len(self.gram) == 1:
             return (self.weights * self.unit[0] / self._delta).log1p().sum()
-        return (torch.linalg.eigvalsh(self._core).clamp(min=0) / self._delta).log1p().sum()
+        return (eigen.eigvalsh(self._core).clamp(min=0) / self._delta).log1p().sum()
 
     def quad(self, vectors: Tensor) -> Tensor:
         inside = vectors @ self.directions.T
