@@ -25,7 +25,7 @@ from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, r
 from laplace.engines.native.graph import Explained
 from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
 from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
-from laplace.engines.native.proof_cache import proven_plan
+from laplace.engines.native.proof_cache import Proofs, proven_plan
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
@@ -61,6 +61,7 @@ class NativeEngine(CurvatureEngine):
         self._loop = prefers_loop(problem.module, problem.device)
         self._observed = self._unwatchable = False
         self._plans: dict[object, Plan] = {}
+        self._proofs = Proofs()
         self._rules: dict[str, str] = {}
         self._unreached: set[str] = set()
 
@@ -250,7 +251,7 @@ class NativeEngine(CurvatureEngine):
 
     def _prove(self, problem: Problem, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch. A single sample is proven as a batch of it twice, so that all sizes agree."""
-        prove = partial(proven_plan, problem, ladder=ladder)
+        prove = partial(proven_plan, problem, own=self._proofs, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
             return make_plan(problem, capture, x, ladder=ladder)
         if len(capture.f) > 1:

@@ -132,9 +132,14 @@ class Probe:
 
 def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
     """True if two vectors agree to the accuracy of the model's dtype."""
+    return bool(_is_close(actual, expected, bound, coarsest))
+
+
+def _is_close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None) -> Tensor:
+    """The same as a tensor, 0-dim, that is still to be read."""
     tolerance = max(TOLERANCE[expected.dtype], TOLERANCE.get(coarsest or expected.dtype, 0.0))
     error = (actual - expected.to(actual)).norm()
-    return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
+    return error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error))
 
 
 def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
@@ -168,7 +173,7 @@ def probe(problem: Problem, capture: Capture, x: Inputs) -> Probe:
 
     truths = again(1.0)
     known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
-    if not all(bool(tensor.isfinite().all()) for tensor in known):
+    if not bool(torch.stack([tensor.isfinite().all().to(f.device) for tensor in known]).all()):
         raise InvalidData(
             f"the network's outputs or their derivatives are NaN or infinite{where_not_finite(f)}; look at the inputs "
             "and at the network's weights."
@@ -219,7 +224,7 @@ def make_plan(
             passed = _passed(problem, i, candidates, capture, proof, expected)
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
-                lasting = unique and not moves_rows and _sees_batch(passed[0], capture)
+                lasting = unique and not moves_rows and sees_batch(passed[0], capture)
                 plan.append(replace(passed[0], proven=lasting and certainty is Explained.ALWAYS))
                 break
         else:
@@ -384,7 +389,7 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     )
 
 
-def _sees_batch(rule: JacobianRule, capture: Capture) -> bool:
+def sees_batch(rule: JacobianRule, capture: Capture) -> bool:
     """True if the input of every use has the batch in its first dimension, or is a view of such a tensor.
 
     Where it sees another number of rows (time first, tokens routed to experts), or where rows are indexed on
@@ -442,7 +447,10 @@ def _passed(
                 raise  # an axis that is refused for want of memory would be another curvature
             continue
         numbers.append((rule, actual, block.bound() * proof.r.abs().max()))
-    near = [rule for rule, actual, bound in numbers if close(actual, expected, bound, proof.coarsest)]
+    if not numbers:
+        return []
+    are_near = torch.stack([_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers])
+    near = [rule for (rule, _, _), is_near in zip(numbers, are_near.tolist(), strict=True) if is_near]
     return near or [rule for rule, actual, bound in numbers if proof.agree(slot, actual, expected, bound)]
 
 

@@ -1,15 +1,24 @@
-"""A cache of proofs, for later fits of an unchanged network and for batches of other sizes.
+"""A cache of proofs, for later fits of an unchanged network and for batches of other sizes and lengths.
 
 A record of a forward pass holds the operations of autograd's graph, with their settings and shapes, and the tensors at
 its leaves. Two passes with the same record differ at most in numbers. The numbers of inputs are no part of a proof
 (`JacobianRule.proven`); those of the network may be (a gate that is zero hides what is behind it), so all tensors and
 attributes of the network must be unchanged.
+
+Nor are the numbers of data and positions a part of it, where the same operations read the same results with the same
+settings, and only sizes differ. A rule says which calls use a weight, which the graph of every pass is asked (`holds`),
+and that the data lie in the first dimension of their inputs (`sees_batch`, likewise). What the sizes decide is whether
+rows of different data meet on the way, as windows of eight rows of `[B·T, D]` do unless T is a multiple of eight. So
+sizes must differ in one way (`_Record.is_like`): what was a multiple of the data remains one, equal lengths remain
+equal, and a length of 0 or 1, which hides what longer ones show, is like no other. A network that takes another way for
+another length has other operations.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,7 +29,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.engines.native.forward import Capture, Plan
 from laplace.engines.native.functions import FunctionCall
-from laplace.engines.native.proof import holds, make_plan
+from laplace.engines.native.proof import holds, make_plan, sees_batch
 from laplace.engines.native.rules import rule_for
 from laplace.network.apart import original
 from laplace.network.watch import ModelState
@@ -32,19 +41,89 @@ _MAX_PLANS = 64
 _LEAF = "torch::autograd::AccumulateGrad"
 """Name of the nodes of leaf tensors."""
 
-_B = -1
-"""Stands for the batch size in a shape."""
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """All that a proof depends on, in two parts."""
+
+    operations: Hashable  # With settings and numbers of dimensions
+    sizes: tuple[int, ...]  # Of all dimensions, in their order
+    n_data: int
+
+    def is_like(self, other: _Record) -> bool:
+        """True if what is proven of this pass holds for another one, whose sizes may be others."""
+        n, m = self.n_data, other.n_data
+        if self.operations != other.operations or len(self.sizes) != len(other.sizes) or (n == 1) != (m == 1):
+            return False
+        if self.sizes == other.sizes and n == m:
+            return True
+        pairs = dict.fromkeys(zip(self.sizes, other.sizes, strict=True))
+        if all(a == b or (a, b) == (n, m) for a, b in pairs):  # numbers of data alone
+            return all((a == n) == (b == m) for a, b in pairs)
+        lengths: dict[int, int] = {}
+        for a, b in pairs:
+            if (a, b) == (n, m) or (n == m and a == b):
+                continue
+            if a % n == 0:  # of rows, `[B·T, …]`, or a width that happens to be a multiple
+                if b % m:
+                    return False
+                a, b = a // n, b // m
+            if a != b and (min(a, b) < _LENGTH or lengths.setdefault(a, b) != b):
+                return False
+        return True
+
+
+_LENGTH = 2
+"""Positions from which on it shows whether rows of different data meet."""
+
+
+class _Sizes(list[int]):
+    """Sizes that are taken out of what is recorded; in their place is their number."""
+
+    def out_of(self, shape: Iterable[Any]) -> int:
+        before = len(self)
+        self.extend(map(int, shape))
+        return len(self) - before
+
+    def out_of_value(self, value: Any) -> Hashable:
+        """The same of a setting that is a size, or several."""
+        if type(value) is int:
+            return self.out_of([value])
+        if isinstance(value, (list, tuple)) and all(type(part) is int for part in value):
+            return self.out_of(value), "sizes"
+        return _plain(value)
+
+
+class Proofs:
+    """Plans of one network, the latest ones, by the records of what they were proven of."""
+
+    def __init__(self) -> None:
+        self._plans: list[tuple[bool, _Record, Plan]] = []
+
+    def add(self, record: _Record, plan: Plan, *, repeated: bool) -> None:
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.pop(0)
+        self._plans.append((repeated, record, plan))
+
+    def find(self, problem: Problem, capture: Capture, record: _Record, *, repeated: bool) -> Plan | None:
+        """A plan that holds for a pass. What is proven of any data is for repeated ones, but not the other way round.
+
+        Of a fallback the sizes are a part: it goes through operations that no record shows.
+        """
+        for of_repeated, known, plan in self._plans:
+            if of_repeated and not repeated:
+                continue
+            if not known.is_like(record) or (known.sizes != record.sizes and _has_fallback(plan)):
+                continue
+            if all(rule.fallback or sees_batch(rule, capture) for rule in plan) and holds(plan, problem, capture):
+                return plan
+        return None
 
 
 class _Known:
     def __init__(self, state: ModelState) -> None:
         self.state = state  # Tensors and settings of the network
-        self.plans: dict[Hashable, Plan] = {}
-
-    def add(self, record: Hashable, plan: Plan) -> None:
-        if len(self.plans) >= _MAX_PLANS:
-            self.plans.pop(next(iter(self.plans)))
-        self.plans[record] = plan
+        self.proofs = Proofs()
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -52,37 +131,45 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 def proven_plan(
-    problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
+    problem: Problem, capture: Capture, x: Inputs, own: Proofs, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
     """`make_plan`, or the plan of an earlier proof that still holds.
 
-    None without the ladder, where a tensor needs it.
+    None without the ladder, where a tensor needs it. Its `own` proofs are those of an engine, during whose life the
+    network does not change; those of others hold if it did not.
     """
     record = _record(problem, capture, x)
     if record is None:
         return make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
-    proofs = _known(problem)
-    plan = proofs.plans.get((False, record))
-    if plan is None and repeated:  # what is proven of any data is, but not the other way round
-        plan = proofs.plans.get((True, record))
-    if plan is None or not holds(plan, problem, capture):
+    plan = own.find(problem, capture, record, repeated=repeated)
+    if plan is not None:
+        return plan
+    shared = _known(problem)
+    plan = shared.find(problem, capture, record, repeated=repeated)
+    if plan is None:
         plan = make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
-        if plan is not None and all(rule.proven for rule in plan):
-            proofs.add((repeated, record), plan)
+        if plan is None or not all(rule.proven for rule in plan):
+            return plan
+        shared.add(record, plan, repeated=repeated)
+    own.add(record, plan, repeated=repeated)
     return plan
 
 
-def _known(problem: Problem) -> _Known:
+def _has_fallback(plan: Plan) -> bool:
+    return any(rule.fallback is not None for rule in plan)
+
+
+def _known(problem: Problem) -> Proofs:
     """The proofs of a network, which are dropped if its weights, buffers or settings changed."""
     module = original(problem.module)
     now, proofs = ModelState.of(module, problem.forward_fn), _KNOWN.get(module)
     if proofs is None or not now.same_as(proofs.state):
         proofs = _KNOWN[module] = _Known(now)
-    return proofs
+    return proofs.proofs
 
 
-def _record(problem: Problem, capture: Capture, x: Inputs) -> Hashable | None:
-    """Everything that a proof depends on, whatever the batch size; None if that is unknown."""
+def _record(problem: Problem, capture: Capture, x: Inputs) -> _Record | None:
+    """Everything that a proof depends on; None if that is unknown."""
     if capture.as_it_was is not None:  # a look at the graph would compute activations once more
         return None
     if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
@@ -92,22 +179,26 @@ def _record(problem: Problem, capture: Capture, x: Inputs) -> Hashable | None:
         hash(called_by)
     except TypeError:  # what it holds, and hides, may be another
         return None
-    n_data = len(capture.f)
+    sizes = _Sizes()
     leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
-    graph = _graph(capture.f, leaves, n_data)
+    graph = _graph(capture.f, leaves, sizes)
     if graph is None:
         return None
     slots = tuple((slot.name, slot.shape) for slot in problem.slots)
     calls = tuple(
-        (call.kind, None if isinstance(call.by, FunctionCall) else rule_for(call.by), _shape(call.x.shape, n_data))
+        (call.kind, None if isinstance(call.by, FunctionCall) else rule_for(call.by), sizes.out_of(call.x.shape))
         for call in capture.calls
     )
-    inputs = tuple(tuple(_plain(part, n_data) for part in parts) for parts in batches.signature(x))
+    inputs = tuple(
+        tuple(sizes.out_of(part) if type(part) is tuple else _plain(part) for part in parts)
+        for parts in batches.signature(x)
+    )
     network = slots, called_by, problem.head, problem.reduction, problem.dtype, problem.device
-    return network, inputs, calls, _shape(capture.f.shape, n_data), capture.positions, graph
+    outputs = sizes.out_of(capture.f.shape), sizes.out_of(capture.positions)
+    return _Record((network, inputs, calls, outputs, graph), tuple(sizes), len(capture.f))
 
 
-def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable, ...] | None:
+def _graph(f: Tensor, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[Hashable, ...] | None:
     """A record of every node of the graph of f; None if a user's function is among them."""
     nodes: list[Any] = [f.grad_fn]
     number = {f.grad_fn: 0}
@@ -124,49 +215,59 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
             following.append((None if after is None else number[after], index))
         name = node.name()
         try:
-            settings = _settings(node, name, n_data)
+            settings = _settings(node, name, sizes)
         except RuntimeError:  # of a tensor that was overwritten, or is computed anew when it is asked for
             return None
         if any(isinstance(value, Tensor) for value in settings):
             return None
         leaf = leaves.get(id(node.variable)) if name == _LEAF else None
-        shapes = [_shape(output.shape, n_data) for output in outputs]
+        shapes = [sizes.out_of(output.shape) for output in outputs]
         record.append((name, leaf, tuple(shapes), tuple(settings), tuple(following)))
     return tuple(record)
 
 
-def _settings(node: Any, name: str, n_data: int) -> list[Hashable]:
-    settings = [_plain(getattr(node, saved), n_data if sizes else None) for saved, sizes in _arguments(type(node))]
+def _settings(node: Any, name: str, sizes: _Sizes) -> list[Hashable]:
+    names = _arguments(type(node))
+    if name.startswith(_PICKING) and 0 < node._saved_dim < _NEGATIVE:
+        names = [saved for saved in names if saved not in _PLACES]
+    settings: list[Hashable] = []
+    for saved in names:
+        value = getattr(node, saved)
+        settings.append(sizes.out_of_value(value) if saved.endswith(_OF_SIZES) else _plain(value))
     return [*settings, *_numbers(node)] if name.startswith(_PRODUCTS) else settings
 
 
 def _numbers(node: Any) -> Iterator[Hashable]:
-    """Plain numbers by which a product multiplies: a zero hides what is behind it."""
+    """Whether plain numbers by which a product multiplies are zero, which hides what is behind them."""
     for name in ("_saved_self", "_saved_other"):
         value = getattr(node, name, None)
         if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
-            yield str(value.tolist())  # which, of a number on the CPU, waits for nothing
+            yield value.tolist() == 0  # which, of a number on the CPU, waits for nothing
 
 
 _PRODUCTS = ("MulBackward", "DivBackward")
 
+_PICKING = ("SelectBackward", "SliceBackward")
+"""Operations that pick positions; which ones, in another dimension than that of the data, is no part of a proof."""
+
+_PLACES = ("_saved_index", "_saved_start", "_saved_end")
+_NEGATIVE = 2**63
+"""From here on numbers are negative ones: autograd shows dimensions as unsigned."""
+
+_OF_SIZES = ("sizes", "size", "shape")
+"""Ends of the names of settings that are sizes."""
+
+_ELSEWHERE = ("numel", "strides", "max_q", "max_k")
+"""Ends of the names of settings that say what sizes say already, or how numbers lie in memory."""
+
 
 @cache
-def _arguments(kind: type) -> tuple[tuple[str, bool], ...]:
-    """Names of a node's saved arguments that are no tensors (tensors have a raw form), and whether they are sizes.
-
-    Sizes say their product.
-    """
+def _arguments(kind: type) -> list[str]:
+    """Names of a node's saved arguments that are no tensors: these have a raw form."""
     names = dir(kind)
-    saved = [name for name in names if name.startswith("_saved_") and not name.endswith("numel")]
-    return tuple((name, name.endswith("sizes")) for name in saved if f"_raw{name}" not in names)
+    saved = [name for name in names if name.startswith("_saved_") and not name.endswith(_ELSEWHERE)]
+    return [name for name in saved if f"_raw{name}" not in names]
 
 
-def _plain(value: Any, n_data: int | None) -> Hashable:
-    if isinstance(value, (list, tuple)):
-        return tuple([_B if part == n_data and type(part) is int else _plain(part, n_data) for part in value])
-    return value
-
-
-def _shape(sizes: Iterable[int], n_data: int) -> tuple[int, ...]:
-    return tuple([_B if size == n_data else int(size) for size in sizes])
+def _plain(value: Any) -> Hashable:
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
