@@ -73,3 +73,38 @@ def test_others_are_silent(weights: Any, size: int) -> None:
         la(x)
         la(x[:1])
     assert la.snapshot().data.watch.fingerprint.reference.is_alone == (size > 2)
+
+
+class FastProducts(Alone):
+    """Products of three data or more take another kernel, and lose digits, as by several layers in TF32."""
+
+    coupled = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if len(x) > 2:
+            mantissa, exponent = torch.frexp(h.detach())
+            h = h + (torch.ldexp((mantissa * 2**8).round() / 2**8, exponent) - h.detach())
+        h = torch.tanh(h)
+        return self.head(h + self.coupled * h.mean())
+
+
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_other_kernels_for_more_data_are_no_coupling(weights: Any, size: int) -> None:
+    model = FastProducts()
+    la, x = fitted(model, size, subset_of_weights=weights, hessian_structure="kron")
+    f = model(x)
+    assert 2e-4 < (model(x[:2]) - f[:2]).abs().max() / f.abs().max() < 1e-2  # more than rounding of float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la(x)
+
+
+@pytest.mark.parametrize("coupled", [0.01, 1.0])
+def test_a_coupling_is_found_behind_other_kernels(coupled: float) -> None:
+    model = FastProducts()
+    model.coupled = coupled
+    la, x = fitted(model, 2, subset_of_weights="last_layer", hessian_structure="kron")
+    with pytest.warns(ApproximationWarning, match="depend on the data beside it"):
+        la(x)
