@@ -104,9 +104,24 @@ def require_module(model: nn.Module) -> nn.Module:
     if not all(map(_holds_numbers, tensors_of(modules_of(model)))):  # which asks for no names
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _require_numbers(name, tensor)
+    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
+    if len({tensor.device for tensor in parameters if tensor is not None}) > 1:
+        raise UnsupportedError(_spread(model))
     if needs_itself(model):
         _locks_of(modules_of(model), new=True)
     return model
+
+
+def _spread(model: nn.Module) -> str:
+    """The fault of a network whose weights lie on several devices."""
+    (name, first), *rest = model.named_parameters()
+    other, second = next((other, tensor) for other, tensor in rest if tensor.device != first.device)
+    return (
+        f"the model's weights lie on several devices, {name!r} on {first.device} and {other!r} on {second.device}, as "
+        "device_map='auto' spreads them; curvature is summed on one. Load the model on one device "
+        "(device_map={'': 0}); one that no device holds is sharded over processes by fully_shard (FSDP2) of "
+        "torch.distributed.fsdp."
+    )
 
 
 def _holds_numbers(tensor: Tensor) -> bool:

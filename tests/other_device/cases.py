@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import laplace
 from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training, metrics
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
+from laplace.errors import LaplaceError
 from laplace.structures import STRUCTURES
 from laplace.training.continual import continual_training
 from laplace.weights.masks import (
@@ -485,6 +486,17 @@ def _many_outputs(device: str) -> Values:
     return values
 
 
+class Spread(nn.Module):
+    """The head lies on the device, and the rest does not."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.cpu()).to(self.head.weight.device))
+
+
 # Comparing and counting.
 
 
@@ -571,12 +583,16 @@ def refusals() -> dict[str, Any]:
         "in place": lambda: here.add_(there),
         "a generator of the host": lambda: torch.randn(3, device=other.NAME, generator=torch.Generator()),
         "an array": lambda: there.numpy(),
+        "a network on both": lambda: Laplace(Spread(other.NAME), "classification", "last_layer", "kron"),
     }
     accepted: list[str] = []
     for name, run in mixed.items():
         try:
             run()
         except (RuntimeError, TypeError):
+            continue
+        except LaplaceError as error:
+            assert "on cpu and" in str(error) and "device_map={'': 0}" in str(error)
             continue
         accepted.append(name)
     other.SEEN.clear()
