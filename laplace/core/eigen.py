@@ -70,6 +70,9 @@ def goes_one_by_one(matrix: Tensor) -> bool:
 _RIDGE = 8.0
 """Units of rounding of the norm that are added to all eigenvalues: what is zero but for rounding is positive then."""
 
+_STEPS = 23
+"""Steps from the root of the ridge of float64 to 1."""
+
 
 def root_by_products(matrix: Tensor) -> Tensor | None:
     """The symmetric root of positive semi-definite `[..., n, n]`, but for the root of rounding; or None.
@@ -84,9 +87,8 @@ def root_by_products(matrix: Tensor) -> Tensor | None:
     y, z = (matrix / norm + ridge * identity) / (1 + ridge), identity.expand_as(matrix)
     if not is_true((torch.linalg.cholesky_ex(y).info == 0).all()):
         return None
-    lowest, last = math.sqrt(ridge / (1 + ridge)), False
-    while not last:
-        last = lowest > 1 - 1e-6  # a step squares what is missing
+    lowest = math.sqrt(ridge / (1 + ridge))
+    for _ in range(_STEPS):
         scale = min(1.7, math.sqrt(3 / (1 + lowest + lowest**2)))
         step = 1.5 * scale * identity - 0.5 * scale**3 * (z @ y)
         y, z = y @ step, step @ z
