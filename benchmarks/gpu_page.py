@@ -31,7 +31,7 @@ def section(found: dict[str, Any]) -> str:
     about, cases, lines = found["machine"], found["equality"], found["speed"]
     where = f"One {about['card']}, CUDA {about['cuda']}" if "card" in about else "No card: these are figures of a CPU"
     head = f"{where}, torch {about['torch']}. `python -m benchmarks.gpu` takes all figures of this section anew."
-    parts = [HEADING, "", head, ""]
+    parts = [HEADING, "", " ".join([head, *([about["note"]] if "note" in about else [])]), ""]
     parts += [_equality(cases), "", *_speed(lines), "", *_memory(lines)]
     return "\n".join(parts).rstrip() + "\n\n"
 
