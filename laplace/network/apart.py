@@ -50,11 +50,11 @@ _MOST, _DEPTH, _NEAR = 1024, 6, 2
 def copied(model: nn.Module) -> nn.Module:
     """The copy, in evaluation mode."""
     own = shared(model)
-    buffers: dict[int, Tensor] = {}
-    for module in modules_of(own):
-        table = module._buffers
-        for key, buffer in table.items():
-            table[key] = _copy_of(buffer, buffers)
+    tables = [module._buffers for module in modules_of(own)]
+    held = {id(buffer): buffer for table in tables for buffer in table.values() if buffer is not None}
+    copies = dict(zip(held, _copies_of(list(held.values())), strict=True))
+    for module, table in zip(modules_of(own), tables, strict=True):
+        table.update({key: copies[id(buffer)] for key, buffer in table.items() if buffer is not None})
         if module.training:
             module.training = False
     return own
@@ -93,14 +93,22 @@ def _fill(twin: nn.Module, module: nn.Module, move: _Move) -> None:
     twin.__dict__.update(own)
 
 
-def _copy_of(buffer: Tensor | None, known: dict[int, Tensor]) -> Tensor | None:
-    """Memory of its own for a buffer, which a pass may write to; one for all places of it."""
-    if buffer is None or buffer.is_inference():
-        return buffer
-    if id(buffer) not in known:
-        with torch.no_grad():
-            known[id(buffer)] = buffer.clone()
-    return known[id(buffer)]
+def _copies_of(buffers: list[Tensor]) -> list[Tensor]:
+    """Memory of its own for every buffer, which a pass may write to: in one operation for plain ones of a device."""
+    copies = {i: buffer for i, buffer in enumerate(buffers) if buffer.is_inference()}
+    plain: dict[torch.device, list[int]] = {}
+    with torch.no_grad():
+        for i, buffer in enumerate(buffers):
+            if i in copies:
+                continue
+            if type(buffer) is Tensor and buffer.layout == torch.strided and buffer.is_contiguous():
+                plain.setdefault(buffer.device, []).append(i)
+                copies[i] = torch.empty_like(buffer)
+            else:
+                copies[i] = buffer.clone()
+        for places in plain.values():
+            torch._foreach_copy_([copies[i] for i in places], [buffers[i] for i in places])
+    return [copies[i] for i in range(len(buffers))]
 
 
 class _Move:
