@@ -50,6 +50,7 @@ from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
 from laplace.predictive.predict import unlike_outputs
 from laplace.structures.base import Curvature
+from laplace.training.forecast import warn_if_worse
 from laplace.tuning.search import prior_in_structure
 from laplace.weights.base import Weights, trainable
 from laplace.weights.last_layer import network_of
@@ -339,6 +340,10 @@ class OnlineLaplace(CheckedConstructor):
         """Loads the best weights into the model and returns a posterior fitted at them.
 
         Without an estimate so far, weights and hyper-parameters are those at the end of training.
+
+        Warns:
+            CalibrationWarning: The posterior is forecast to predict worse than the network (`training/forecast.py`).
+                `la.calibrate` mends that, and leaves the network as it was trained.
         """
         if self.best is not None:
             n_estimates, epoch = len(self.margliks) // self.n_hypersteps, self.best.epoch
@@ -357,6 +362,8 @@ class OnlineLaplace(CheckedConstructor):
             unlike = unlike_outputs(self.la.snapshot(), self.la.sigma_noise, "sigma_noise_init")
             if unlike:
                 warn(f"{unlike}.", TuningWarning)
+        if self.best is not None and self.group is None:
+            warn_if_worse(self.la, self.rest.precision if self.rest.slots else None, self.train_loader)
         return self.la
 
 
@@ -448,6 +455,9 @@ def marglik_training(
     Raises:
         InvalidArgument: An option is out of range, or the loader can be read only once.
         InvalidData: A batch cannot be used, or training diverged.
+
+    Warns:
+        CalibrationWarning: As of `OnlineLaplace.finish`: calibrate the posterior before you use its probabilities.
     """
     check_counts(n_epochs=n_epochs)
     online = OnlineLaplace(

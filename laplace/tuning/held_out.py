@@ -498,16 +498,23 @@ def warn_if_worse(tuned: tuple[Posterior, ...]) -> None:
     losses = held_out_losses(tuned[0]) if len(tuned) == 1 else None
     if losses is None:
         return
-    ours, network = losses
+    warn_of_losses(
+        *losses,
+        "tuning: the posterior that the evidence chose is forecast to predict worse than the network alone: on "
+        f"{len(losses[0])} of the training data, without which the head was trained anew,",
+    )
+
+
+def warn_of_losses(ours: Tensor, network: Tensor, where: str) -> None:
+    """Warns if a posterior's losses on data, `[n]`, are clearly larger than the network's; `where` begins the text."""
     difference = ours - network
-    mean, error = float(difference.mean()), float(difference.std()) / math.sqrt(len(difference))
-    if mean > max(_STANDARD_ERRORS * error, _NATS):
+    mean, error = float(difference.mean()), float(difference.std()) / math.sqrt(max(1, len(difference)))
+    if len(difference) >= _LEAST and mean > max(_STANDARD_ERRORS * error, _NATS):
         warn(
-            "tuning: the posterior that the evidence chose is forecast to predict worse than the network alone: on "
-            f"{len(difference)} of the training data, without which the head was trained anew, its negative log "
-            f"likelihood is {float(ours.mean()):.2f}, that of the network {float(network.mean()):.2f} (difference "
-            f"{mean:.2f}, standard error {error:.2g}). Call la.calibrate(val_loader), or without validation data "
-            "la.calibrate(train_loader=train_loader), before you use its probabilities or intervals.",
+            f"{where} its negative log likelihood is {float(ours.mean()):.2f}, that of the network "
+            f"{float(network.mean()):.2f} (difference {mean:.2f}, standard error {error:.2g}). Call "
+            "la.calibrate(val_loader), or without validation data la.calibrate(train_loader=train_loader), before you "
+            "use its probabilities or intervals.",
             CalibrationWarning,
         )
 

@@ -198,6 +198,7 @@ def test_it_recovers_the_noise_and_prunes_useless_inputs(structure: str, largest
     assert model.useless.weight.abs().max() < 0.01 * model.useful.weight.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # of both, and rightly
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_it_beats_a_fixed_prior_on_digits(structure: str) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
