@@ -431,11 +431,10 @@ def add(former: Fit, new: Fit) -> Fit:
 
 def subtract(former: Fit, removed: Fit, *, signed: bool) -> Fit:
     """A fit without some of its data, see `Fit.minus`; of a sharded one all processes raise where one does."""
-    curvature, dtype = former.curvature, former.loss_terms.dtype
+    curvature = former.curvature
     if not isinstance(curvature, ShardedCurvature):
         return former.minus(removed, signed=signed)
-    mine = replace(former, curvature=curvature.narrowed(dtype))
-    part = replace(removed, curvature=curvature.alike(removed.curvature).narrowed(dtype))
+    part = replace(removed, curvature=curvature.alike(removed.curvature))
     fits: list[Fit] = []
-    curvature.processes.gather_results(lambda: fits.append(mine.minus(part, signed=signed)))
+    curvature.processes.gather_results(lambda: fits.append(former.minus(part, signed=signed)))
     return fits[0]

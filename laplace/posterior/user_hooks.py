@@ -428,7 +428,7 @@ class NoStructure(Curvature):
     def scaled(self, factor: float) -> NoStructure:
         return NoStructure(factor * self.values)
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> NoStructure:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> NoStructure:
         if not isinstance(removed, NoStructure):
             raise other_structure(self.name, removed.name)
         return NoStructure(self.values - removed.values)

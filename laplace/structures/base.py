@@ -260,12 +260,14 @@ class Curvature(ABC):
         """
         raise self._no_sum("weighted anew")
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> Curvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> Curvature:
         """The curvature of the data without some of them.
 
         Args:
             removed: The curvature of those.
             signed: Whether it may be indefinite, as an exact Hessian; else it is positive semi-definite again.
+            terms: Dtype in which the curvature of every batch was computed, if it is narrower than that of the sums:
+                what is negative by no more than its rounding is zero.
 
         Raises:
             CurvatureError: It would be indefinite: the removed data are not among those of this curvature.
@@ -369,11 +371,6 @@ class Curvature(ABC):
         if not self.is_wide:
             return H
         return tuple(block.to(dtype) for block in H) if isinstance(H, tuple) else H.to(dtype)
-
-
-def narrowed(curvature: C, dtype: torch.dtype) -> C:
-    """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
-    return curvature.from_state(move(curvature.state(), None, dtype)) if curvature.is_wide else curvature
 
 
 def those_known(**sums: Tensor | None) -> dict[str, Tensor]:

@@ -149,11 +149,11 @@ class BlockCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> BlockCurvature:
         return _of((factor * block for block in self.values), self.groups)
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> BlockCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
             raise other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return _of((linalg.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
+        return _of((linalg.remaining_matrix(a, b, signed=signed, terms=terms) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from laplace.core import nested
@@ -105,13 +106,13 @@ class DenseDefaults(Curvature):
         self._check_linear("scaled", result.to_dense() - factor * matrix, matrix)
         return result
 
-    def minus(self: D, removed: Curvature, *, signed: bool = False) -> D:
+    def minus(self: D, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> D:
         """The sum with the negative of what is removed, where that is the difference of the matrices."""
         if not isinstance(removed, DenseDefaults) or type(removed) is not type(self):
             raise other_structure(self.name, removed.name)
         matrix, other = self.to_dense(), removed.to_dense()
         self.require_dense("minus", matrix.shape[-1])
-        linalg.remaining_matrix(matrix, other, signed=signed)  # refuses a difference that is indefinite
+        linalg.remaining_matrix(matrix, other, signed=signed, terms=terms)  # refuses a difference that is indefinite
         result = self + nested.mapped(removed, lambda tensor: -tensor)
         self._check_linear("minus", result.to_dense() - (matrix - other), matrix)
         return result

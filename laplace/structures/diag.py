@@ -174,10 +174,10 @@ class DiagCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> DiagCurvature:
         return DiagCurvature(factor * self.values)
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> DiagCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> DiagCurvature:
         if not isinstance(removed, DiagCurvature):
             raise other_structure(self.name, removed.name)
-        return DiagCurvature(linalg.remaining_entries(self.values, removed.values, signed=signed))
+        return DiagCurvature(linalg.remaining_entries(self.values, removed.values, signed=signed, terms=terms))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")

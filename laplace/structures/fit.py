@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.engines.engine import as_count
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures.base import Curvature, narrowed
+from laplace.structures.base import Curvature
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -110,8 +110,8 @@ class Fit:
                 f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
                 "that were fitted, once, and with their present weight."
             )
-        dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
-        curvature = narrowed(self.curvature, dtype).minus(narrowed(removed.curvature, dtype), signed=signed)
+        terms = self.loss_terms.dtype  # in which they differ where they were computed in other batches
+        curvature = self.curvature.minus(removed.curvature, signed=signed, terms=terms)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0, gaps=None)
         loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))

@@ -186,10 +186,10 @@ class FullCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> FullCurvature:
         return FullCurvature.of(factor * self.values)
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise other_structure(self.name, removed.name)
-        return FullCurvature.of(linalg.remaining_matrix(self.values, removed.values, signed=signed))
+        return FullCurvature.of(linalg.remaining_matrix(self.values, removed.values, signed=signed, terms=terms))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)

@@ -503,7 +503,7 @@ class KronCurvature(AdditiveCurvature):
         """Every factor is a sum over data, the number of positions too, and left ⊗ right / positions scales once."""
         return KronCurvature(self.parts.scaled(factor))
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> KronCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> KronCurvature:
         if not isinstance(removed, KronCurvature):
             raise other_structure(self.name, removed.name)
         mine, theirs = self.parts.dense().factors, removed.parts.dense().factors
@@ -512,7 +512,7 @@ class KronCurvature(AdditiveCurvature):
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
             if key not in factors:
                 remaining = linalg.remaining_matrix if is_matrix else linalg.remaining_entries
-                factors[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed)
+                factors[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed, terms=terms)
         return KronCurvature(KronParts(factors, blocks))
 
     def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:

@@ -121,24 +121,31 @@ def _clamped(values: Tensor) -> Tensor:
     return values.masked_fill(values <= floor, 0.0)
 
 
-def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
-    """The rest of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
+def remaining_matrix(
+    total: Tensor, removed: Tensor, *, signed: bool = False, terms: torch.dtype | None = None
+) -> Tensor:
+    """A sum of positive semi-definite `[..., n, n]` without some of its terms: total − removed, in the wider dtype.
 
-    Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
+    Negative eigenvalues within the rounding of the terms, which were computed in the dtype `terms` or in that of the
+    sums, are set to zero: a difference of nearly equal sums has them.
     """
+    left = total - removed
     if signed:
-        return total - removed
+        return left
     with kept_for_later():
         values, vectors = eigen.eigh(_checked(total) - _checked(removed))
-        zero = rounding(total.dtype) * eigen.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        relative = _rounding_of(total, removed, terms)
+        zero = relative * eigen.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
         if (values < -zero).any():
             raise _removed_too_much(float(values.min()))
         if (values >= 0).all():
-            return total - removed
-        return ((vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)).to(total.dtype)
+            return left
+        return ((vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)).to(left)
 
 
-def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
+def remaining_entries(
+    total: Tensor, removed: Tensor, *, signed: bool = False, terms: torch.dtype | None = None
+) -> Tensor:
     """The same of non-negative entries of any shape: each is a sum of its own.
 
     Entries are squares of derivatives. Of one that is zero for a reason, as that of attention in the bias of its keys,
@@ -147,7 +154,7 @@ def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -
     left = total - removed
     if signed or not total.numel():
         return left
-    relative = rounding(total.dtype)
+    relative = _rounding_of(total, removed, terms)
     if (left < -(relative * total.abs() + relative**2 * total.abs().amax())).any():
         raise _removed_too_much(float(left.min()))
     return left.clamp(min=0)
@@ -156,6 +163,11 @@ def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -
 def rounding(dtype: torch.dtype) -> float:
     """Relative error that a sum over many data may have in this dtype."""
     return _ROUNDING * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _rounding_of(total: Tensor, removed: Tensor, terms: torch.dtype | None) -> float:
+    """The same of two sums, by the narrowest dtype that they, or their terms, were computed in."""
+    return max(rounding(dtype) for dtype in (total.dtype, removed.dtype, terms) if dtype is not None)
 
 
 def _removed_too_much(smallest: float) -> CurvatureError:

@@ -23,7 +23,7 @@ from laplace.core.processes import Processes
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CurvatureError, ProcessError, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures.base import Curvature, DataPass, Separation, narrowed, other_structure
+from laplace.structures.base import Curvature, DataPass, Separation, other_structure
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # A precision of which every process of a group has the blocks of some tensors: what is asked of it adds up.
@@ -286,12 +286,12 @@ class ShardedCurvature(Curvature):
     def scaled(self, factor: float) -> ShardedCurvature:
         return self if self.own is None else replace(self, own=self.own.scaled(factor))
 
-    def minus(self, removed: Curvature, *, signed: bool = False) -> ShardedCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> ShardedCurvature:
         if not isinstance(removed, ShardedCurvature):
             raise other_structure(self.name, removed.name)
         if self.own is None or removed.own is None:
             return self
-        return replace(self, own=self.own.minus(removed.own, signed=signed))
+        return replace(self, own=self.own.minus(removed.own, signed=signed, terms=terms))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> ShardedPrecision:
         def share(weights: Tensor, prior: GaussianPrior) -> SharePrecision:
@@ -307,10 +307,6 @@ class ShardedCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         raise _refused("a state dict", "write it by laplace.checkpoint.save(la, path)")
-
-    def narrowed(self, dtype: torch.dtype) -> ShardedCurvature:
-        """The same with wide sums in the dtype of the posterior."""
-        return self if self.own is None else self.holding(narrowed(self.own, dtype))
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> ShardedCurvature:
         return replace(self, own=None if self.own is None else self.own.moved(device, dtype))

@@ -73,6 +73,26 @@ def test_many_data(cell: tuple[str, str]) -> None:
     assert_within_a_percent(la(new)[1], TRUTHS[cell](net, x, new, 0.01))
 
 
+REMOVING = [(w, s) for w in ("all", "last_layer") for s in ("kron", "full", "block", "diag")]
+
+
+@pytest.mark.parametrize("cell", REMOVING, ids="-".join)
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_removed_data_leave_the_variances_of_the_others(kind: str, cell: tuple[str, str]) -> None:
+    """Also when they are read in other batches than those of the fit."""
+    for n, sigma, batch in ((300, 0.1, 100), (50, 0.1, 7)):
+        (x, y), (new, _) = table(kind, n + 300, 0), table(kind, 40, 1)
+        net = trained(x, y)
+        y = net(x).detach() + sigma * (y - y.mean()) / y.std()
+        fits = [from_names(net, "regression", *cell, sigma_noise=sigma, prior_precision=1.0) for _ in range(2)]
+        (la, rest), removed = fits, slice(n, None)
+        la.fit(list(zip(x.split(100), y.split(100), strict=True)))
+        la.forget(list(zip(x[removed].split(batch), y[removed].split(batch), strict=True)))
+        rest.fit([(x[:n], y[:n])])
+        assert_within_a_percent(la(new)[1], rest(new)[1].flatten().double())
+        assert_within_a_percent(la(new, joint=True)[1].diagonal(), rest(new)[1].flatten().double())
+
+
 @pytest.mark.parametrize("cell", [("all", "kron"), ("all", "lowrank"), ("all", "full")], ids="-".join)
 def test_variances_at_many_priors_are_those_at_each(cell: tuple[str, str]) -> None:
     """What a search on validation data computes."""
