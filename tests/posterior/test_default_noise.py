@@ -122,11 +122,20 @@ def test_nor_of_few_data_or_of_other_likelihoods() -> None:
 
 def test_a_noise_of_every_output() -> None:
     """The mean over the outputs where one noise serves all, the worst output where each has its own."""
-    fitted(0.5, 3.0)(X)
-    la = fitted(0.01, 1.0)  # a root mean square of 0.7
+    la = fitted(0.15, 0.4)  # a root mean square of 0.3
     la(X)
-    la = fitted(0.01, 1.0, sigma_noise=torch.ones(2))
-    assert "residuals is 0.01:" in told(lambda: la(X))
+    la = fitted(0.15, 0.4, sigma_noise=torch.ones(2))
+    assert "residuals is 0.15:" in told(lambda: la(X))
+
+
+def test_outputs_that_one_noise_does_not_suit() -> None:
+    """One that is right in the mean is too large for one output and too small for the other."""
+    la = fitted(0.2, 2.0)
+    with pytest.warns(
+        ApproximationWarning, match=r"^one noise serves 2 outputs .* between 0.2 and 2.*=torch.ones\(2\)"
+    ):
+        la(X)
+    la(X)
 
 
 @pytest.mark.parametrize(("weights", "structure", "options"), [
