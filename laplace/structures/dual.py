@@ -289,8 +289,7 @@ class Basis:
         if form == "diagonal":
             return Projected(inside, (whole - inside.square().sum(2)).clamp(min=0), self.values)
         inside = inside.flatten(0, 1) if form == "joint" else inside
-        outside = whole - inside @ inside.mT
-        return Projected(inside, 0.5 * (outside + outside.mT), self.values)
+        return Projected(inside, covariance_left(whole, inside @ inside.mT), self.values)
 
 
 def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
@@ -458,8 +457,7 @@ class DualPrecision(Precision):
         if form == "diagonal":
             return left_of(whole, known.square().sum(1).view_as(whole))
         known = known if form == "joint" else known.view_as(rows)
-        rest = whole - known @ known.mT
-        return 0.5 * (rest + rest.mT)
+        return covariance_left(whole, known @ known.mT)
 
     @cached_property
     def bases(self) -> tuple[Basis, ...]:
@@ -542,3 +540,12 @@ class JointPrecision(DualPrecision):
 def left_of(variance: Tensor, removed: Tensor) -> Tensor:
     """What the data leave of prior variances: at least the rounding of these."""
     return torch.maximum(variance - removed, torch.finfo(variance.dtype).eps * variance.detach())
+
+
+def covariance_left(covariance: Tensor, removed: Tensor) -> Tensor:
+    """The same of prior covariances `[..., n, n]`, whose variances are what is left of each."""
+    left = covariance - removed
+    left = 0.5 * (left + left.mT)
+    least = torch.finfo(left.dtype).eps * covariance.detach().diagonal(dim1=-2, dim2=-1)
+    left.diagonal(dim1=-2, dim2=-1).clamp_(min=least)
+    return left

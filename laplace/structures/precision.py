@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import is_true
 from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
@@ -123,8 +124,11 @@ class Precision(ABC):
 
     @property
     def covariance(self) -> Tensor:
-        """P⁻¹, `[P, P]`."""
-        return self.power(self._identity, -1)
+        """P⁻¹, `[P, P]`, whose diagonal is not negative where it is the difference of nearly equal numbers, either."""
+        inverse = self.power(self._identity, -1)
+        if is_true((inverse.diagonal() < 0).any()):
+            return inverse.diagonal_scatter(self.diagonal_of_inverse())
+        return inverse
 
     def diagonal_of_inverse(self) -> Tensor:
         """Marginal variances, `[P]`."""
