@@ -181,6 +181,15 @@ def _arguments(docstring: str | None) -> list[re.Match[str]]:
     return [] if section is None else list(_ARGUMENT.finditer(section[1]))
 
 
+def came_from_inside(error: Exception) -> bool:
+    """True of an error that a called function raised, and not the call itself; asked where the call is.
+
+    A frame that kept the traceback, which holds the frame, would keep all that it refers to until memory is collected.
+    """
+    trace = error.__traceback__
+    return trace is None or trace.tb_next is not None
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Makes Python's errors about a function's own arguments those of this library; a right call costs nothing."""
 
@@ -189,9 +198,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            trace = error.__traceback__
-            if isinstance(error, LaplaceError) or trace is None or trace.tb_next is not None:
-                raise  # from inside of the function
+            if isinstance(error, LaplaceError) or came_from_inside(error):
+                raise
         check_call(function, function.__name__, args, kwargs)
         return function(*args, **kwargs)
 

@@ -183,7 +183,10 @@ def _naming(batch: str | None, fault: Fault) -> Fault:
 
 
 def _raise_first(hold: list[bool], faults: list[Fault]) -> None:
-    for holds, fault in zip(hold, faults, strict=False):  # of which a question has none
-        error = None if holds else fault()
+    errors = (None if holds else fault() for holds, fault in zip(hold, faults, strict=False))  # a question has none
+    for error in errors:
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame, and with it the network until memory is collected

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from laplace.core import checks
-from laplace.engines.native.autograd import slow_batching_accepted
 from laplace.errors import UnsupportedError
 
 
@@ -35,7 +34,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMo
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # which imports a computer algebra system
 
-    with checks.unread(), torch.no_grad(), slow_batching_accepted(), sdpa_kernel(SDPBackend.MATH):
+    with checks.unread(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         graph = make_fx(function)(*inputs)
         _require_fixed_shapes(graph.graph)
         graph.graph.eliminate_dead_code()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core.arguments import came_from_inside
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidInputs, InvalidType, LaplaceError
@@ -40,8 +41,7 @@ def call_with_context(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs)
     except _FAILURES as error:
         if isinstance(error, LaplaceError) or ran_out(error):
             raise
-        trace = error.__traceback__
-        if forward_fn is not None and isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
+        if forward_fn is not None and isinstance(error, TypeError) and not came_from_inside(error):
             raise InvalidType(
                 f"forward_fn cannot be called with the model and the inputs ({error}); give forward_fn=lambda model, "
                 "x: model(x), for example."
@@ -115,8 +115,9 @@ def _place(error: Exception) -> tuple[nn.Module | None, Any, TracebackType | Non
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        own = frame.f_locals.get("self")
-        if isinstance(own, nn.Module) and frame.f_code.co_name == "forward":
+        # Of no other frame: Python keeps the locals that it was asked for, and among those of ours is the error itself.
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(own, nn.Module):
             names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
             layer, given = own, frame.f_locals.get(names[0]) if names else None
         if _module(trace).startswith("torch._functorch"):

@@ -24,7 +24,7 @@ from laplace.core.positions import OutputChoice, OutputRows, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import CurvatureEngine, detached
-from laplace.engines.native.autograd import slow_batching_accepted, without_cudnn
+from laplace.engines.native.autograd import without_cudnn
 from laplace.engines.native.forward import owners
 from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
@@ -99,7 +99,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
 
 def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor:
     """Outputs by passes of several samples; raises whatever vmap or the network raises where it cannot be run so."""
-    with problem.apart() as problem, _attention_by_rule(), slow_batching_accepted():
+    with problem.apart() as problem, _attention_by_rule():
         fixed = problem.detached()
 
         def run(part: slice) -> Tensor:

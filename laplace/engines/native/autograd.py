@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -27,6 +26,10 @@ from laplace.core.pieces import operations_are_dear
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import computable_again
 from laplace.network.tree import modules_of
+
+# PyTorch's note that vmap runs an operation in a loop of its own is no news to who calls the library. It is turned off
+# where it arises: filters of warnings are the process's, and a thread that puts them back undoes what others set.
+torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase,)
@@ -78,8 +81,7 @@ class BackwardPasses:
         """Gradients `[K, *shape of the edge]` of K cotangents `[K, *shape of the output]`, in a loop or at once."""
         if not loop and len(cotangents[0]) > 1:
             try:
-                with slow_batching_accepted():
-                    return self.vectorised(*cotangents)
+                return self.vectorised(*cotangents)
             except RuntimeError as error:  # an operation on the way has no batching rule
                 if ran_out(error):
                     raise
@@ -122,14 +124,6 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         del gradients
         return None, *ctx.cotangents
-
-
-@contextmanager
-def slow_batching_accepted() -> Iterator[None]:
-    """Silences PyTorch's note that an operation is batched by a loop of its own."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
 
 
 def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -22,7 +22,7 @@ from laplace.core.cached import cached_property
 from laplace.core.memory import DATUM, in_slices
 from laplace.core.pieces import bytes_at_once
 from laplace.core.processes import Processes
-from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
+from laplace.engines.native.autograd import differentiable, pull
 from laplace.engines.native.functions import FunctionCall, LayerCall, Observer
 from laplace.engines.native.graph import Graph
 from laplace.engines.native.rules import BatchAxis, RoutedRows, class_with_rule, rule_for
@@ -404,8 +404,7 @@ def per_sample(
     twice, of_head = create_graph or fallback is Fallback.VMAP, problem.head is not None
     with torch.enable_grad(), differentiable(problem.module, twice=twice, of_head=of_head):
         if fallback is Fallback.VMAP:
-            with slow_batching_accepted():
-                derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)
+            derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)
         else:
             loop = fallback is Fallback.LOOP
             derivatives = _looped(problem, x, cotangents, names, loop=loop, create_graph=create_graph)
