@@ -103,10 +103,8 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            func._schema.name.removeprefix("aten::") in ("mm", "bmm", "addmm_", "baddbmm_")
-            and args[-1].shape[-2] >= 100
-        ):
+        is_product = func._schema.name.removeprefix("aten::") in ("mm", "bmm", "addmm_", "baddbmm_")
+        if is_product and args[-1].shape[-2] >= 100 and result.shape[-1] > 2:  # not those of the two outputs
             self.dtypes.add(result.dtype)
         return result
 

@@ -82,7 +82,10 @@ def test_newton_steps_end(course: Callable[[], Iterator[float]], tolerance: floa
 def test_searches_by_gradients_end(course: Callable[[], Iterator[float]], method: str, slope: float) -> None:
     values = course()
     signs = itertools.cycle((1.0, -1.0))
-    evaluate: Any = lambda logs: (next(values), torch.full_like(logs, slope * next(signs)))  # noqa: E731
+
+    def evaluate(logs: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tensor(next(values), dtype=torch.float64), torch.full_like(logs, slope * next(signs))
+
     found = minimise(evaluate, START, SearchOptions(method, n_steps=30, tolerance=0.0))
     assert len(found.values) <= 4 * 30 + 26  # a line search that has begun goes on for 25 evaluations at most
     assert found.best_value == 5.0
