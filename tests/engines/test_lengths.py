@@ -75,6 +75,21 @@ class Sounds(nn.Module):
         return self.layers(torch.stack([x.sin(), x.cos()], 1).to(torch.get_default_dtype())).mean(2)
 
 
+class Transformer(nn.Module):
+    """Positions come first on the way, and heads beside the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 3)
+        self.inner, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        q, k, v = self.inner(h).view(*x.shape, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        h = h + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(h.shape)
+        return self.head(self.outer(h).mean(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tokens": Tokens, "attention": Attention, "flat": Flat, "tagger": Tagger, "sounds": Sounds
 }  # fmt: skip
@@ -115,11 +130,21 @@ def test_a_length_is_no_part_of_a_proof(name: str, sizes: str, proofs: list[int]
     counts = [B] * 12 if sizes == "one number of data" else [11, 7, 5, 9, 3, 11, 5, 7, 9, 3, 5, 13]
     batches = [data(length, count) for length, count in zip(range(7, 19), counts, strict=True)]
     la = fitted(model, batches)
-    assert len(proofs) == (2 if name in ("tokens", "attention") else 1)  # the first of layers alone, which is not all
+    assert len(proofs) == (
+        2 if name in ("tokens", "attention", "transformer") else 1
+    )  # the first of layers alone, which is not all
     for length in (6, 21):
         la(data(length))
     found = len(proofs)
     assert found <= 2
+    assert_close(la.H, with_proofs_of_their_own(model, batches), "float32")
+
+
+def test_data_are_followed_where_positions_come_first(proofs: list[int]) -> None:
+    model = made(Transformer)
+    batches = [data(length) for length in range(7, 15)]
+    la = fitted(model, batches)
+    assert len(proofs) <= 3
     assert_close(la.H, with_proofs_of_their_own(model, batches), "float32")
 
 
@@ -215,6 +240,47 @@ class Rest(Flat):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.inner(self.table(x)))
         return self.head(h.mean(1) + h[x.shape[1] :].sum((0, 1)))
+
+
+class Pooled(Flat):
+    """Windows of eight rows, of which a few that remain are dropped."""
+
+    def windows(self, rows: Tensor) -> Tensor:
+        return F.avg_pool1d(rows.T.unsqueeze(0), 8)[0].T
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(self.table(x)))
+        return self.head(self.windows(h.flatten(0, 1)).reshape(len(x), -1, 5).mean(1))
+
+
+class Unfolded(Pooled):
+    def windows(self, rows: Tensor) -> Tensor:
+        return rows.unfold(0, 8, 8).mean(2)
+
+
+class Strided(Pooled):
+    def windows(self, rows: Tensor) -> Tensor:
+        return rows.as_strided((len(rows) // 8, 8, 5), (40, 5, 1)).mean(1)
+
+
+class Sliced8(Pooled):
+    def windows(self, rows: Tensor) -> Tensor:
+        rows = rows.unsqueeze(0)
+        return torch.cat([rows[:, 8 * i : 8 * i + 8].mean(1) for i in range(rows.shape[1] // 8)])
+
+
+class Multiplied(Pooled):
+    def windows(self, rows: Tensor) -> Tensor:
+        window = torch.arange(len(rows)) // 8
+        return (window == torch.arange(len(rows) // 8).unsqueeze(1)).to(rows) @ rows
+
+
+@pytest.mark.parametrize("kind", [Pooled, Unfolded, Strided, Sliced8, Multiplied])
+def test_windows_over_all_rows_are_proven_for_every_length(kind: type[Flat]) -> None:
+    """Their number is that of a proof for some other lengths, for which they hold positions of several data."""
+    model = made(kind)
+    batches = [data(16), data(17)]
+    assert_close(fitted(model, batches).H, with_proofs_of_their_own(model, batches), "float32")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -80,17 +81,48 @@ class Graph:
     def keeps_rows(self, node: Node, views: Collection[Node]) -> bool:
         """True if no operation between a call's node and the outputs mixes rows."""
         of_images = type(node).__name__.startswith(_IMAGES)
-        between, waiting = {node}, [node]
+        between = self._between([node])
+        others = (after for reader in between for after in _of_weights(reader))
+        return not any(after in between or after is node for after in others) and all(
+            (reader in views and _rearranges(reader)) or _is_by_row(reader, of_images=of_images) for reader in between
+        )
+
+    def keeps_data_apart(self, nodes: Collection[Node], n_data: int) -> bool:
+        """True if no operation between calls' nodes and the outputs can make data meet, whatever the lengths.
+
+        The results of the calls have the data in the first dimension, from where they are followed (`_outer_after`).
+        """
+        outer = dict.fromkeys(nodes, 1)
+        waiting = list(self._between(nodes))
+        followed = {*nodes, *waiting}
+        while waiting:
+            node = waiting[-1]
+            given = [(after, index) for after, index in node.next_functions if after in followed]
+            missing = [after for after, _ in given if after not in outer]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if node in outer:
+                continue
+            if len({outer[after] for after, _ in given}) > 1 or any(after in followed for after in _of_weights(node)):
+                return False
+            shapes = [tuple(after._input_metadata[index].shape) for after, index in given]
+            after = _outer_after(node, outer[given[0][0]], shapes, n_data)
+            if after is None:
+                return False
+            outer[node] = after
+        return True
+
+    def _between(self, nodes: Collection[Node]) -> set[Node]:
+        """The nodes between some of them and the outputs, without these."""
+        between, waiting = set(nodes), list(nodes)
         while waiting:
             for reader in self._readers[waiting.pop()]:
                 if reader not in between:
                     between.add(reader)
                     waiting.append(reader)
-        between.discard(node)
-        others = (after for reader in between for after in _of_weights(reader))
-        return not any(after in between or after is node for after in others) and all(
-            (reader in views and _rearranges(reader)) or _is_by_row(reader, of_images=of_images) for reader in between
-        )
+        return between.difference(nodes)
 
     def _meeting_data(self, leaf: Node, homes: Mapping[Node, LayerCall]) -> list[Node]:
         """Nodes in which a tensor meets the data, behind views, casts and operations on it alone; with repetitions."""
@@ -215,6 +247,67 @@ def _is_by_row(node: Node, *, of_images: bool) -> bool:
     if name.startswith("MeanBackward1"):
         return bool(shape) and node._saved_keepdim and [_wrapped(d, last) for d in node._saved_dim or ()] == [last]
     return False
+
+
+_BY_LAST = ("Addmm", "Mm", "Linear", "NativeLayerNorm", "Softmax", "LogSoftmax")
+"""Beginnings of the names of operations on the last dimension, which those of elements and rearrangements are not."""
+
+_IN_ORDER = ("Clone", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View")
+"""Beginnings of the names of operations that leave numbers in their order."""
+
+_ALONG = ("Cat", "Select", "Slice", "Split", "Stack", "Unbind", "Unfold", "UnsafeSplit")
+"""Beginnings of the names of operations that pick or join along one dimension."""
+
+
+def _outer_after(node: Node, outer: int, shapes: Sequence[tuple[int, ...]], n_data: int) -> int | None:
+    """How many times the data stand in a result, one after the other; None if they may have met.
+
+    Results are numbers `[outer, B, …]` in a row, in whatever dimensions these are: `[T, B, D]` has outer = T, and
+    `[T·B, D]`, too. Where the data are in the first dimension, alone or with positions, most operations are of one
+    datum each; where they are elsewhere those that are known are followed.
+
+    Args:
+        node: The operation.
+        outer: Of all results with data that it is given.
+        shapes: Of these results.
+        n_data: B.
+    """
+    name, results = type(node).__name__, [tuple(result.shape) for result in node._input_metadata]
+    if isinstance(node, BackwardCFunction) or name.startswith("AsStrided"):
+        return None
+    if name.startswith((*_ELEMENTWISE, "Expand")):
+        return outer if all(_grows_behind(shape, results[0], outer * n_data) for shape in shapes) else None
+    if name.startswith(_IN_ORDER):
+        return outer
+    shape = max(shapes, key=len)
+    if name.startswith(_BY_LAST):
+        is_last = _wrapped(getattr(node, "_saved_dim", -1), len(shape) - 1) == len(shape) - 1
+        return outer if is_last and prod(shape[:-1]) % (outer * n_data) == 0 else None
+    dim = next((d for d, n in enumerate(shape) if prod(shape[:d]) == outer and n % n_data == 0), None)
+    if dim is None:
+        return None
+    order = list(range(len(shape)))
+    if name.startswith(("Transpose", "TBackward")):
+        dims = (0, 1) if name.startswith("TB") else (node._saved_dim0, node._saved_dim1)
+        one, other = (_wrapped(d, len(order) - 1) for d in dims)
+        order[one], order[other] = other, one
+        return prod(results[0][: order.index(dim)])
+    if name.startswith("Permute"):
+        return prod(results[0][: [_wrapped(d, len(order) - 1) for d in node._saved_dims].index(dim)])
+    if name.startswith(_ALONG):
+        along = _wrapped(node._saved_dimension if name.startswith("Unfold") else node._saved_dim, len(order) - 1)
+        if along == dim or (along < dim and name.startswith(("Stack", "Unfold"))):
+            return None
+        gone = along < dim and name.startswith(("Select", "Unbind"))
+        return prod(results[0][: dim - gone])
+    by_datum = dim == 0 and all(result and result[0] % n_data == 0 for result in results)
+    return 1 if by_datum else None
+
+
+def _grows_behind(shape: tuple[int, ...], result: tuple[int, ...], count: int) -> bool:
+    """True if numbers are repeated only in dimensions behind the first `count` entries of a shape."""
+    before = (1,) * (len(result) - len(shape)) + shape
+    return all(a == b or prod(before[:d]) >= count for d, (a, b) in enumerate(zip(before, result, strict=True)))
 
 
 def _wrapped(dim: int, last: int) -> int:

@@ -9,9 +9,11 @@ Nor are the numbers of data and positions a part of it, where the same operation
 settings, and only sizes differ. A rule says which calls use a weight, which the graph of every pass is asked (`holds`),
 and that the data lie in the first dimension of their inputs (`sees_batch`, likewise). What the sizes decide is whether
 rows of different data meet on the way, as windows of eight rows of `[B·T, D]` do unless T is a multiple of eight. So
-sizes must differ in one way (`_Record.is_like`): what was a multiple of the data remains one, equal lengths remain
-equal, and a length of 0 or 1, which hides what longer ones show, is like no other. A network that takes another way for
-another length has other operations.
+sizes must differ in one way (`_Record.is_like`): what was a multiple of the data remains one, lengths that change
+change alike, and a length of 0 or 1, which hides what longer ones show, is like no other. And no operation may be
+able to make data meet for other lengths (`Graph.keeps_data_apart`), as a pool over `[1, D, B·T]` is, which has as many
+results for some of them. A network that takes another way for another length has
+other operations.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class _Record:
         if self.sizes == other.sizes and n == m:
             return True
         pairs = dict.fromkeys(zip(self.sizes, other.sizes, strict=True))
-        if all(a == b or (a, b) == (n, m) for a, b in pairs):  # numbers of data alone
+        if self.has_lengths_of(other):
             return all((a == n) == (b == m) for a, b in pairs)
         lengths: dict[int, int] = {}
         for a, b in pairs:
@@ -71,6 +73,11 @@ class _Record:
             if a != b and (min(a, b) < _LENGTH or lengths.setdefault(a, b) != b):
                 return False
         return True
+
+    def has_lengths_of(self, other: _Record) -> bool:
+        """True if another pass of as many sizes differs in the number of data alone."""
+        n, m = self.n_data, other.n_data
+        return all(a == b or (a, b) == (n, m) for a, b in zip(self.sizes, other.sizes, strict=True))
 
 
 _LENGTH = 2
@@ -115,6 +122,8 @@ class Proofs:
                 continue
             if not known.is_like(record) or (known.sizes != record.sizes and _has_fallback(plan)):
                 continue
+            if not known.has_lengths_of(record) and not _keeps_data_apart(plan, capture):
+                continue
             if all(rule.fallback or sees_batch(rule, capture) for rule in plan) and holds(plan, problem, capture):
                 return plan
         return None
@@ -153,6 +162,13 @@ def proven_plan(
         shared.add(record, plan, repeated=repeated)
     own.add(record, plan, repeated=repeated)
     return plan
+
+
+def _keeps_data_apart(plan: Plan, capture: Capture) -> bool:
+    if len(capture.f) == 1:
+        return True
+    nodes = {capture.calls[use.call].edge.node for rule in plan for use in rule.uses}
+    return capture.graph.keeps_data_apart(nodes, len(capture.f))
 
 
 def _has_fallback(plan: Plan) -> bool:
