@@ -99,7 +99,8 @@ def require_finite_targets(y: Tensor, *, gaps: bool = False) -> None:
     require(
         is_right,
         lambda: InvalidData(
-            f"Targets have NaN or infinite entries{where_not_finite(y)}: remove those data before fitting."
+            f"Targets have NaN or infinite entries{where_not_finite(y.masked_fill(is_right, 0))}: remove those data "
+            "before fitting."
         ),
     )
 

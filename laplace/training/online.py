@@ -275,6 +275,9 @@ class OnlineLaplace(CheckedConstructor):
         likelihood = self.la.likelihood_object
         f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
         f, y = as_rows(f, y.to(f.device), self.la.channel_dim if self.la.channels_known else None)
+        keep = batches.counting(y, likelihood.ignore_index) if y.ndim > 1 else None
+        if keep is not None:  # labels `[B]` are checked to be the ignored one or classes
+            f, y = f[keep], y[keep]
         with checks.together():
             y = self.la.engine.checked(f, y)
         count = likelihood.count(f, y)

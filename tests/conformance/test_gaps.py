@@ -122,6 +122,18 @@ def test_a_gap_is_a_weight_of_zero_or_the_ignored_label(likelihood: str, structu
         assert_close(other.predict(x).latent_covariance, gaps.predict(x).latent_covariance, "algebra")
 
 
+@pytest.mark.parametrize("structure", ["full", "kron", "ekfac"])
+def test_the_weight_of_a_gap_is_not_read(structure: Any) -> None:
+    x, y, seen = holed("regression")
+    weights = 1 + torch.rand(N, C, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    gaps, weighed = posterior("regression", structure=structure), posterior("regression", structure=structure)
+    gaps.fit([(x, y)], weight_fn=lambda x, y: weights + 5 * (1 - seen))
+    weighed.fit([(x, y.nan_to_num(0.0))], weight_fn=lambda x, y: weights * seen)
+    assert gaps.n_data == weighed.n_data
+    assert_close(gaps.log_marginal_likelihood(), weighed.log_marginal_likelihood(), "algebra")
+    assert_close(gaps.predict(x).latent_covariance, weighed.predict(x).latent_covariance, "algebra")
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_empirical_fisher_and_the_exact_hessian(likelihood: str) -> None:
     from laplace.curvature import NativeEF, NativeHessian
@@ -283,9 +295,25 @@ def test_rows_without_a_target_and_infinite_ones_are_faults() -> None:
             posterior("regression").fit([(x[:2], wrong)])
     with pytest.raises(InvalidData, match=r"or for every target, \[9, 3\], is accepted"):
         posterior("regression").fit([(x, y)], weight_fn=lambda x, y: torch.ones(N, 2))
+    y[4] = torch.nan
+    with pytest.raises(InvalidData, match="entries at row 4, of 9 rows"):  # and not the gaps
+        posterior("regression").fit([(x, y)])
     labels = torch.eye(C, dtype=torch.float64)[torch.arange(N) % C]
     with pytest.raises(InvalidData, match="has no loss of every entry of its targets"):
         posterior("classification").fit([(x, labels)], weight_fn=lambda x, y: torch.ones(N, C))
+
+
+def test_an_online_loss_of_rows_without_a_label() -> None:
+    from laplace.training import OnlineLaplace
+
+    x, y, _ = holed("bernoulli")
+    labels = y.nan_to_num(-1.0).long()
+    labels[3] = -1
+    rest = torch.arange(N) != 3
+    online = OnlineLaplace(network(), [(x, labels)], Bernoulli(ignore_index=-1), hessian_structure="diag")
+    f = online.forward(x)
+    assert online.n_data == N - 1
+    assert_close(online.loss(f, labels), online.loss(f[rest], labels[rest]), "exact")
 
 
 class Pixels(nn.Module):

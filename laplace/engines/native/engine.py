@@ -331,7 +331,7 @@ class NativeEngine(CurvatureEngine):
                 f"the weights have shape {list(weights.shape)}, but likelihood={self.likelihood.name!r} has no loss of "
                 "every entry of its targets; give a weight for every datum, [B]."
             )
-        return weights
+        return weights.masked_fill(y.isnan(), 0.0)  # what was not observed counts never
 
     def _differentiable(self, problem: Problem, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; it needs no rules."""
