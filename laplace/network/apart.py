@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import filterfalse
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable
+from itertools import filterfalse, islice
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -41,8 +43,9 @@ _PLAIN = (
     torch.Size,
 )
 _ATOMS = frozenset(_PLAIN)
+_CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
 
-_MOST, _DEPTH, _NEAR = 1024, 6, 2
+_MOST, _DEPTH, _NEAR = 1024, 6, 3
 """Entries of a container that is looked into; things inside each other; and those up to which a function's names count.
 """
 
@@ -135,7 +138,7 @@ class _Move:
         return moved
 
     def _moved(self, value: Any, kind: type, depth: int) -> Any:
-        if kind in (list, dict, set, OrderedDict):
+        if kind in _CONTAINERS and kind is not tuple:
             copy = value.copy()
             self._known[id(value)] = value, copy  # which may hold itself
             if len(value) <= _MOST and depth < _DEPTH:
@@ -180,7 +183,8 @@ class _Move:
             return value
         closure = tuple([CellType(part) if _refers(self.twins, cell) else cell for cell, part in cells])
         moved = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
-        moved.__kwdefaults__, moved.__dict__ = value.__kwdefaults__, dict(value.__dict__)
+        moved.__kwdefaults__ = value.__kwdefaults__
+        moved.__dict__.update({name: self(part, depth) for name, part in value.__dict__.items()})  # `__wrapped__`, say
         return moved
 
 
@@ -193,9 +197,16 @@ def is_set(cell: CellType) -> bool:
     return True
 
 
-def _refers(modules: dict[int, Any], cell: CellType) -> bool:
+def _refers(twins: dict[int, Any], cell: CellType) -> bool:
     """True if a variable leads to a module of the tree by things that are moved."""
-    return is_set(cell) and _leads(modules, cell.cell_contents, 0, {}, moved=True)
+    waiting, seen = ([(cell.cell_contents, 0)] if is_set(cell) else []), set[int]()
+    for value, depth in waiting:
+        if id(value) in twins:
+            return True
+        if depth < _DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend((part, depth + 1) for part in _parts_moved(value))
+    return False
 
 
 # The networks that are run as they are.
@@ -205,101 +216,130 @@ def needs_itself(model: nn.Module, call: object = None) -> bool:
     """True if a network, or the function that calls it, could reach modules of the tree past the copy.
 
     Those are parts of `torch.jit.script` and `torch.compile`, which hold a network within; modules of FSDP2; and other
-    objects, functions of the user's among them, that hold modules or parameters of the network.
+    objects, functions and classes of the user's among them, that hold modules or parameters of the network.
     """
     if _ORIGINAL in model.__dict__:
         return False
     modules = modules_of(model)
-    form = [(id(module), len(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks))
-            for module in modules]  # fmt: skip
+    form = list(map(_form, modules))
     known = _VERDICTS.get(model)
     if known is None or known[0] != form:
         known = _VERDICTS[model] = form, _is_held(modules)
-    return known[1] or (call is not None and _leads(_identities(modules), call, 0, {}, moved=False))
+    return known[1] or (call is not None and _Search(modules).leads(call))
 
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, tuple[list[tuple[int, ...]], bool]] = weakref.WeakKeyDictionary()
+
+
+def _form(module: nn.Module) -> tuple[int, ...]:
+    """What tells that a module may hold other things than it did."""
+    own = module.__dict__
+    held = [id(value) for value in islice(own.values(), len(_OWN), None) if type(value) not in _ATOMS]
+    return id(module), len(own), *module._forward_hooks, *module._forward_pre_hooks, *held
 
 
 def _is_held(modules: list[nn.Module]) -> bool:
     """True if copies of these modules would not be complete, or could reach the originals."""
     if any(_is_bound(module) for module in modules):
         return True
-    inside = _identities(modules)
-    seen: dict[int, Any] = {}
-    return any(
-        _leads(inside, value, 0, seen, moved=None)
+    search = _Search(modules)
+    types = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return any(search.leads(kind) for kind in types if not _is_of_a_package(kind)) or any(
+        search.leads(value, past_copies=True)
         for module in modules
         for name, value in module.__dict__.items()
         if (value and name in _HOOKS if name in _OWN else type(value) not in _ATOMS)
     )
 
 
-def _identities(modules: list[nn.Module]) -> dict[int, Any]:
-    held: dict[int, Any] = {id(module): module for module in modules}
-    for module in modules:
-        held.update((id(tensor), tensor) for tensor in module._parameters.values() if tensor is not None)
-    return held
-
-
 def _is_bound(module: nn.Module) -> bool:
     """True of a module whose code or weights are not those that its attributes say."""
+    kind = type(module)
     if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
         return True
-    if "_orig_mod" in module._modules or type(module).__new__ is not object.__new__:
+    if "_orig_mod" in module._modules or kind.__new__ is not object.__new__ or hasattr(kind, "__del__"):
         return True
-    return any(base.__module__.startswith("torch.distributed") for base in type(module).__mro__)
+    return any(base.__module__.startswith("torch.distributed") or vars(base).get("__slots__") for base in kind.__mro__)
 
 
-def _leads(inside: dict[int, Any], value: Any, depth: int, seen: dict[int, Any], *, moved: bool | None) -> bool:
-    """True if a value leads to modules or parameters of the tree.
+class _Search:
+    """Looks for modules and parameters of a tree in what values hold.
 
-    With `moved` by things that `_Move` follows alone, with None by others alone; else by any.
+    Args:
+        modules: Those of the tree.
     """
-    kind = type(value)
-    if kind in _ATOMS and not isinstance(value, Tensor):
-        return False
-    if id(value) in inside:
-        return moved is not None
-    if isinstance(value, Tensor | nn.Module) or depth >= _DEPTH or id(value) in seen:
-        return False
-    seen[id(value)] = value
-    known, others = _followed(value, depth)
-    if any(_leads(inside, part, depth + 1, seen, moved=moved) for part in known):
-        return True
-    return not moved and any(_leads(inside, part, depth + 1, seen, moved=False) for part in others)
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.inside: dict[int, Any] = {id(module): module for module in modules}
+        for module in modules:
+            self.inside.update((id(tensor), tensor) for tensor in module._parameters.values() if tensor is not None)
+        self._seen: dict[tuple[int, bool], Any] = {}
+
+    def leads(self, value: Any, depth: int = 0, *, past_copies: bool = False) -> bool:
+        """True if a value leads to the tree; with `past_copies` only if by things that `_Move` does not follow."""
+        kind = type(value)
+        if kind in weakref.ProxyTypes:  # of which nobody can tell whose they are
+            return True
+        if id(value) in self.inside:
+            return not past_copies
+        if kind in _ATOMS or depth >= _DEPTH or (id(value), past_copies) in self._seen:
+            return False
+        self._seen[id(value), past_copies] = value
+        return any(self.leads(part, depth + 1, past_copies=past_copies) for part in _parts_moved(value)) or any(
+            self.leads(part, depth + 1) for part in _other_parts(value, depth)
+        )
 
 
-def _followed(value: Any, depth: int) -> tuple[Iterator[Any], list[Any]]:
-    """What `_Move` follows of a value, and other things that it holds."""
+def _parts_moved(value: Any) -> Iterable[Any]:
+    """What `_Move` follows of a value."""
     kind = type(value)
-    if kind in (list, set, tuple, dict, OrderedDict):
-        parts = value.values() if isinstance(value, dict) else value
-        return iter(parts if len(value) <= _MOST else ()), list(value) if isinstance(value, dict) and len(
-            value
-        ) <= _MOST else []
+    if kind in _CONTAINERS and len(value) <= _MOST:
+        return value.values() if isinstance(value, dict) else value
     if kind is functools.partial:
-        return iter((value.func, *value.args, *value.keywords.values())), []
+        return (value.func, *value.args, *value.keywords.values())
     if kind is MethodType:
-        return iter((value.__self__,)), [value.__func__]
+        return (value.__self__,)
     if kind is FunctionType:
         closed = [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
-        names = value.__code__.co_names if depth <= _NEAR else ()
-        named = [value.__globals__[name] for name in names if name in value.__globals__]
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return iter(closed), [part for part in (*named, *defaults) if not _is_of_a_package(part)]
-    if kind is weakref.ReferenceType:
-        return iter((value(),)), []
-    if isinstance(value, type) or _is_of_a_package(value):
-        return iter(()), []
-    held = list(getattr(value, "__dict__", {}).values())
-    if type(value).__module__.startswith("laplace."):  # what this library holds of the network it does not call
-        held = [part for part in held if not isinstance(part, nn.Module)]
-    return iter(()), held
+        return [*closed, *vars(value).values()] if closed else ()
+    return (value(),) if kind is weakref.ReferenceType else ()
+
+
+def _other_parts(value: Any, depth: int) -> Iterable[Any]:
+    """What else a value holds."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return value.keys() if isinstance(value, dict) and len(value) <= _MOST else ()
+    if kind in (functools.partial, MethodType, weakref.ReferenceType) or _is_of_a_package(value):
+        return (value.__func__,) if kind is MethodType else ()
+    if kind is FunctionType:
+        read = _globals_of(value) if depth <= _NEAR else []
+        parts = [*read, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        parts += () if value.__closure__ else vars(value).values()
+    elif isinstance(value, weakref.ReferenceType):
+        parts = [value()]
+    elif kind.__module__.startswith("laplace."):  # what this library holds of the network it does not call
+        parts = [part for part in vars(value).values() if not isinstance(part, nn.Module)]
+    else:
+        parts = gc.get_referents(value)
+    return [part for part in parts if not _is_of_a_package(part)]
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    """Values of the global variables that a function reads, and those within it."""
+    known = function.__globals__
+    return [known[name] for name in _names_read(function.__code__) if name in known]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_read(code: CodeType) -> frozenset[str]:
+    within = [part for part in code.co_consts if isinstance(part, CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own).union(*map(_names_read, within))
 
 
 def _is_of_a_package(value: Any) -> bool:
     """True of Python modules, and of functions and classes of PyTorch or of this library: they hold no network."""
     if isinstance(value, FunctionType | type):
-        return (value.__module__ or "").startswith(("torch.", "builtins", "laplace."))
+        return (value.__module__ or "").partition(".")[0] in ("torch", "builtins", "laplace")
     return isinstance(value, ModuleType | BuiltinFunctionType)

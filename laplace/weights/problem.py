@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
@@ -19,7 +20,7 @@ from laplace.core.layout import Layout
 from laplace.core.positions import ChannelsLast
 from laplace.core.processes import Processes
 from laplace.enums import FeatureReduction
-from laplace.errors import InvalidData
+from laplace.errors import InvalidData, UnsupportedError
 from laplace.network.fsdp import fsdp_processes, full_tensor, require_unsharded
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import apart, model_lock
@@ -114,6 +115,7 @@ class Problem:
         reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
         head: Name of the head module of a last-layer problem, or None.
         samples_at_once: By what they depend on, decisions of how many samples of the weights a pass takes.
+        watched: Not empty once a pass at other tensors has shown that the network uses no others.
     """
 
     module: nn.Module
@@ -123,6 +125,7 @@ class Problem:
     head: str | None = None
     layout: Layout = field(init=False)
     samples_at_once: dict[Hashable, int] = field(init=False, default_factory=dict, compare=False, repr=False)
+    watched: list[bool] = field(init=False, default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         layout = Layout(tuple(slot.name for slot in self.slots), tuple(slot.size for slot in self.slots))
@@ -238,7 +241,7 @@ class Problem:
         if tensors and self.processes is not None:
             require_unsharded(self.module, "what is asked replaces weights, or differentiates by them twice")
         at = self._places_by_name(tensors.keys(), places) if tensors else {}
-        originals = [(table, key, table[key]) for name in tensors for table, key in at[name]]
+        originals = [(name, table, key, table[key]) for name in tensors for table, key in at[name]]
 
         def put(others: Mapping[str, Tensor]) -> None:
             for name, tensor in others.items():
@@ -247,10 +250,28 @@ class Problem:
 
         try:
             put(tensors)
-            yield put
+            with nullcontext() if self.watched else self._watching(originals):
+                yield put
         finally:
-            for table, key, tensor in originals:
+            for _, table, key, tensor in originals:
                 table[key] = tensor
+
+    @contextmanager
+    def _watching(self, originals: list[tuple[str, dict[str, Any], str, Any]]) -> Iterator[None]:
+        """A block that raises if the network uses a random parameter that was replaced; for the first one of a problem.
+
+        It could reach one past its modules, in a global variable or a list, and would use it in place of a sampled one.
+        """
+        random = {slot.name for slot in self.slots}
+        replaced = {id(tensor): (name, tensor) for name, _, _, tensor in originals if name in random}
+        for _, module, key in self.places():  # of tied ones a head may replace its own alone
+            replaced.pop(id(module._parameters[key]), None)
+        if not replaced or torch.compiler.is_compiling():
+            yield
+            return
+        with _Replaced(replaced):
+            yield
+        self.watched.append(True)
 
     def run(self, tensors: Mapping[str, Tensor], x: Inputs, places: list[Place] | None = None) -> Tensor:
         """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`."""
@@ -280,6 +301,36 @@ def _without_channels(f: Tensor, x: Inputs) -> str:
     return (
         f"{fault}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "
         "torch.utils.data.DataLoader; else reshape the output in the model or by forward_fn=."
+    )
+
+
+class _Replaced(TorchFunctionMode):
+    """A block in which no operation may take any of these tensors.
+
+    Args:
+        tensors: The tensors with their names, by their identities.
+    """
+
+    def __init__(self, tensors: dict[int, tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size):  # not of its shape
+            for arg in (*args, *(kwargs or {}).values()):
+                for part in arg if isinstance(arg, tuple | list) else (arg,):
+                    if id(part) in self._tensors:
+                        raise UnsupportedError(_past_its_modules(self._tensors[id(part)][0]))
+        return result
+
+
+def _past_its_modules(name: str) -> str:
+    """The fault of a network that uses a parameter which is not the one of its module."""
+    return (
+        f"the network reaches its parameter {name!r} past its modules, by a list, a global variable or another object, "
+        "and would use it where another value is to be in its place. Let forward read it from its module, as "
+        "self.layer(x) or self.layer.weight."
     )
 
 
