@@ -613,6 +613,9 @@ class PickedBlock(_Wrapper):
     def fold_cotangents(self, n_positions: int) -> PickedBlock:
         return PickedBlock(self.whole.fold_cotangents(n_positions), self.index)
 
+    def cast(self, dtype: torch.dtype) -> PickedBlock:
+        return PickedBlock(self.whole.cast(dtype), self.index)
+
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
         shape = self.whole.shape(inputs)
         return replace(shape, size=self.size, n_outputs=shape.n_outputs if shape.factored else self.size)
