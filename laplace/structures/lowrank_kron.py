@@ -489,18 +489,18 @@ class LowRankKronOptions:
 
 
 def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
-    """Memory of a fit and of predictions."""
-    diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
-    sketch = sides.columns(options.width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
+    """Memory of a fit, whose sums are in float64, and of predictions."""
+    diag, sides, wide = DiagCurvature.cost(profile, None), Sides.of(profile), DOUBLE // profile.itemsize
+    sketch = 2 * sides.columns(options.width) * DOUBLE  # random vectors, and their products
     gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
     candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
     numbers = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
-    fitted = diag.fitted + numbers * profile.itemsize
+    fitted = wide * diag.fitted + numbers * DOUBLE
     return Cost(
         fitted=fitted,
-        running=max(diag.running + 2 * sketch, fitted + candidates * profile.itemsize),
-        adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * (profile.n_params + candidates)),
-        pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
+        running=max(wide * diag.running + 2 * sketch, fitted + candidates * DOUBLE),
+        adding=max(wide * diag.adding + 2 * sketch, fitted + 4 * DOUBLE * (profile.n_params + candidates)),
+        pieces=wide * diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
         posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
         + sides.columns(options.rank) * DOUBLE
         + 3 * candidates * DOUBLE  # as they are ordered
