@@ -53,10 +53,12 @@ def test_layers_decide(problem: str, by_graph: bool, graphs: list[int]) -> None:
     assert bool(graphs) == by_graph
 
 
-def test_numbers_of_vectors_and_outputs_decide() -> None:
-    wide = TensorShape(64 * 64, factored=True, n_outputs=64, n_inputs=64)
+@pytest.mark.parametrize(("width", "of_one"), [(256, False), (64, True)])
+def test_numbers_of_vectors_and_outputs_decide(width: int, of_one: bool) -> None:
+    """A small network goes by factors, which are multiplied in float64, whatever the number of vectors."""
+    wide = TensorShape(width**2, factored=True, n_outputs=width, n_inputs=width)
     profile = BatchProfile(
         None, (wide, wide), n_data=8, n_outputs=10, n_columns=10, n_terms=1, itemsize=4, graph=0, widest=0,
         gradients=8, budget=2**30, product_budget=2**24, loop=False,
     )  # fmt: skip  # pyright: ignore[reportArgumentType]
-    assert profile.multiplies_by_factors(20) and not profile.multiplies_by_factors(1)
+    assert profile.multiplies_by_factors(20) and profile.multiplies_by_factors(1) == of_one

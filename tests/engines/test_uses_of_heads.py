@@ -140,6 +140,7 @@ NETWORKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:a forward pass in evaluation mode writes the buffers")  # of RemembersCalls
 @pytest.mark.parametrize("build", NETWORKS)
 def test_curvature_of_heads(build: Callable[[], Net]) -> None:
     torch.manual_seed(0)

@@ -15,8 +15,8 @@ from tests import grid
 from tests.network.test_manners import prepared
 from tests.robustness.faults import nothing_changes
 
-PATIENCE = 0.2
-"""Seconds that a forward pass waits for the other one; the lock of the model keeps it from coming."""
+PATIENCE = 1.0
+"""Seconds that a forward pass waits for the other one, which is in a copy of its own."""
 
 
 class Meeting:
@@ -85,7 +85,7 @@ def test_two_predictions_that_meet_in_the_forward_pass(weights: str, structure: 
         meeting.barrier = None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert meeting.passes >= 2
-    assert meeting.most == 1, "two threads were in the user's network at once"
+    assert meeting.most == 2, "each is in a copy of its own"
 
 
 def test_two_predictions_that_meet_in_the_contraction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_no_tensor_may_be_cut_off(name: str) -> None:
         for dim in range(value.ndim):
             broken = copy.deepcopy(state)
             at(broken, path[:-1])[path[-1]] = value.narrow(dim, 0, value.shape[dim] - 1).clone()
-            with pytest.raises((StateError, ValueError), match=r"shape|length|malformed"):
+            with pytest.raises((StateError, ValueError), match=r"shape|length|malformed|it must be a dense tensor"):
                 la.load_state_dict(broken)
             cut += 1
     assert cut > 2
@@ -95,11 +95,14 @@ def test_a_file_that_was_cut_off() -> None:
     assert same_bits(before, posterior_bits(la))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_versions(version: Any) -> None:
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(0, "0, this object's 1"), (2, "2, this object's 1"), ("1", "'1'; it must be of type int"), (None, "None; it must")],
+)
+def test_versions(version: Any, message: str) -> None:
     model, la = fitted("last_layer-kron")
     before = posterior_bits(la)
-    with nothing_changes(model), pytest.raises(StateError, match=rf"version is {version!r}, this object's 1"):
+    with nothing_changes(model), pytest.raises(StateError, match=f"version is {message}"):
         la.load_state_dict(la.state_dict() | {"version": version})
     assert same_bits(before, posterior_bits(la))
 
