@@ -38,7 +38,8 @@ def poisoned(value: float, tensor: Tensor) -> Tensor:
 
 
 BAD_DATA: dict[str, tuple[str, Any, str]] = {
-    "NaN target": ("regression", (XR, poisoned(NAN, YR)), "Targets have NaN"),
+    "row without a target": ("regression", (XR, YR.index_fill(0, torch.tensor(1), NAN)), "Targets have NaN"),
+    "NaN count": ("poisson", (XR, poisoned(NAN, YR.abs().round())), "Targets have NaN"),
     "infinite target": ("regression", (XR, poisoned(INF, YR)), "Targets have NaN"),
     "label too large": ("classification", (X, Y.index_fill(0, torch.tensor(2), 3)), "Label 3 is out of range"),
     "negative label": ("classification", (X, Y.index_fill(0, torch.tensor(2), -1)), "Label -1 is out of range"),

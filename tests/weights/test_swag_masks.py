@@ -30,6 +30,7 @@ KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bernoulli": nn.BCEWithLogitsLoss(),
     "poisson": nn.PoissonNLLLoss(full=False),
     "heteroscedastic": lambda f, y: reference.nll(f, y, "heteroscedastic").mean(),
+    "mean_log_variance": lambda f, y: reference.nll(f, y, "mean_log_variance").mean(),
 }
 
 
