@@ -173,7 +173,7 @@ PUBLIC = (
     "laplace.weights",
 )
 # Structures are chosen by their names; protocols and helpers of `laplace.metrics` are the library's own.
-NOT_SHOWN = re.compile(r"\w+Curvature$|AccumulatingMetric|RunningMetric|accepted_by")
+NOT_SHOWN = re.compile(r"\w+Curvature$|AccumulatingMetric|RunningMetric|accepted_by|check_datum")
 
 
 def public_names(module: str) -> list[str]:

@@ -156,11 +156,11 @@ def mean_loss(likelihood: str, f: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("likelihood", grid.LIKELIHOODS)
 def test_the_loss_is_the_sum_of_the_mean_losses_of_all_heads(likelihood: Any) -> None:
-    """And so is its gradient; a heteroscedastic or Poisson loss may differ by what f does not move."""
+    """And so is its gradient; a loss of a density may differ by what f does not move."""
     generator = torch.Generator().manual_seed(4)
     y = torch.stack([grid.data(likelihood, seed=m)[1] for m in range(HEADS)], 1)
     y = y.double() if y.is_floating_point() else y
-    width = {"reward_modeling": 2, "heteroscedastic": 6}.get(likelihood, 3)
+    width = {"reward_modeling": 2, "heteroscedastic": 6, "mean_log_variance": 6}.get(likelihood, 3)
     f = torch.randn(len(y), HEADS, width, dtype=torch.float64, generator=generator, requires_grad=True)
     expected = sum((mean_loss(likelihood, f[:, m], y[:, m]) for m in range(HEADS)), torch.zeros(()))
     found = mimo_loss(f, y, likelihood)
