@@ -23,7 +23,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from laplace import Laplace
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, TuningWarning
 from laplace.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # clean data, tuned by evidence
@@ -135,7 +135,12 @@ def test_wrong_weights_of_data_are_refused(wrong: Any) -> None:
 
 
 def test_several_outputs(regressor: LaplaceRegressor) -> None:
-    both = clone(regressor).fit(PATIENTS, np.stack([PROGRESS, -PROGRESS, 0 * PROGRESS], 1))
+    """One noise serves outputs that are fitted unlike well, unless there is one of each."""
+    values = np.stack([PROGRESS, -PROGRESS, 0 * PROGRESS], 1)
+    with pytest.warns(TuningWarning, match=r"one noise serves 3 outputs .*=torch.ones\(3\)"):
+        clone(regressor).fit(PATIENTS, values)
+    noises = {"sigma_noise": torch.ones(3, dtype=torch.float64)}
+    both = clone(regressor).set_params(laplace_options=noises).fit(PATIENTS, values)
     mean, std = both.predict(PATIENTS[:4], return_std=True)
     _, covariance = both.predict(PATIENTS[:4], return_cov=True)
     assert mean.shape == std.shape == (4, 3) and covariance.shape == (4, 4, 3)
