@@ -276,9 +276,9 @@ def _refinement(posterior: Posterior, state: dict[str, Any], fit: Fit) -> Refine
     """The refinement of a state."""
     curvature = _curvature(posterior, state["H"], posterior.problem)
     found = Refinement.from_state(state, fit, curvature, posterior.hypers.device)
-    nested.require_sizes(
-        "the refined mean", found.mean, posterior.problem.layout.n_params, dtype=posterior.hypers.dtype
-    )
+    each = (fit.n_outputs,) if getattr(curvature, "independent", False) else ()  # processes with weights of their own
+    sizes = (*each, posterior.problem.layout.n_params)
+    nested.require_sizes("the refined mean", found.mean, *sizes, dtype=posterior.hypers.dtype)
     nested.require_sizes("the loss of the refined mean", found.fit.loss_terms, len(fit.loss_terms))
     _expect("terms of the refined H", curvature.n_terms, fit.curvature.n_terms)
     if not (found.is_finite and found.method in REFINEMENTS):
