@@ -235,10 +235,13 @@ class Candidates:
 
         def predict(group: slice) -> Prediction:
             with posterior.at(self.settings[group.start]).as_user_object() as la:
-                prediction = la(
-                    x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
-                    diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(),
-                )  # fmt: skip
+                try:
+                    prediction = la(
+                        x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
+                        diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(),
+                    )  # fmt: skip
+                except InvalidData as error:  # outputs are finite: this candidate's moments are beyond the dtype
+                    raise CurvatureError(str(error)) from error
             return rows_of_call(prediction, channel_dim)
 
         return predict, rows.values, rows.positions

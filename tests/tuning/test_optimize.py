@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import PriorStructure, TuningMethod
+from laplace import KronLaplace, PriorStructure, TuningMethod
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
@@ -237,6 +237,26 @@ def test_the_default_objective(weights: str, likelihood: str) -> None:
         quiet(la, val_loader=validation(likelihood), **options)
         scores = exact_scores if likelihood in grid.PAIRS else scores_one_by_one
         assert_argmin(la, scores(la, likelihood, **options))
+
+
+class OwnSamples(KronLaplace):
+    """A user's class, whose predictions are asked for one candidate after the other."""
+
+    def functional_samples(self, *arguments: Any, **options: Any) -> Tensor:
+        return super().functional_samples(*arguments, **options)
+
+
+def test_a_candidate_whose_moments_no_float_holds_loses() -> None:
+    chosen = []
+    for kind in (KronLaplace, OwnSamples):
+        la = kind(grid.network("poisson"), "poisson")
+        la.fit(grid.batches("poisson"))
+        quiet(la, val_loader=validation("poisson"), pred_type="nn", n_samples=10)
+        chosen.append(la.prior_precision)
+    assert torch.equal(*chosen)
+    la.prior_precision = GRID[0]
+    with pytest.raises(InvalidData, match="raise prior_precision"):
+        la(X, pred_type="nn", n_samples=10)
 
 
 def test_a_user_s_loss_sees_the_shapes_of_predictions() -> None:
