@@ -780,7 +780,7 @@ def _large() -> list[Case]:
     return [
         Case("GPT-2 with LoRA, first evidence", 2.0, "s", gpt2_first_evidence),
         Case("GPT-2 with LoRA, state", 10.0, "MiB", gpt2_state),
-        Case("Llama-2-7B with LoRA, held", 50.0, "MiB", llama_held),
+        Case("Llama-2-7B with LoRA, held", 80.0, "MiB", llama_held),
         *(
             Case(f"solutions, LeNet 8×8, 100 data, δ = {delta}, time", 1, "× plain CG", partial(preconditioned, delta))
             for delta in (0.01, 1)

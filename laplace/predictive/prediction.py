@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.checks import together
 from laplace.core.gaussian import Gaussian, mixture_of, normal_of
 from laplace.core.positions import OutputRows, in_users_layout, unrolled
 from laplace.core.precision_policy import wide_dtype, widened
@@ -491,8 +490,7 @@ class PosteriorOutputs:
 
     def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
-            with together():
-                return moments_of(self._drawn, form, self.options.group_size)
+            return moments_of(self._drawn, form, self.options.group_size)
         self.require_same()
         return self.source.gaussian(form, wide=wide or self._link_draws)
 

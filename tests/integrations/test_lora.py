@@ -192,8 +192,8 @@ def n_bytes(value: Any) -> int:
     return sum(map(n_bytes, value.values())) if isinstance(value, dict) else 0
 
 
-def test_llama_holds_fifty_megabytes_and_no_factor_is_formed() -> None:
-    """Of one of 32 layers: 4 tensors of 8 × 4,096, whose wide factors would be 4,096²."""
+def test_llama_holds_eighty_megabytes_and_no_factor_is_formed() -> None:
+    """Of one of 32 layers: 4 tensors of 8 × 4,096, whose wide factors would be 4,096². Sums are kept in float64."""
     width, n_layers = 4096, 32
     torch.manual_seed(0)
     model, x = Adapters(width, 8), torch.randn(4, 8, width)
@@ -204,7 +204,7 @@ def test_llama_holds_fifty_megabytes_and_no_factor_is_formed() -> None:
     assert largest.numel < width**2 / 16
     state = la.fitted().curvature.state()
     held = n_layers * n_bytes(state)
-    assert held <= 50 * 2**20
+    assert held <= 80 * 2**20
     planned = n_layers * la.plan([(x, torch.tensor([0, 1, 1, 0]))]).kept_bytes
     assert 0.9 * held <= planned <= 1.5 * held
 
