@@ -97,7 +97,12 @@ def test_a_file_that_was_cut_off() -> None:
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [(0, "0, this object's 1"), (2, "2, this object's 1"), ("1", "'1'; it must be of type int"), (None, "None; it must")],
+    [
+        (0, "0, this object's 1"),
+        (2, "2, this object's 1"),
+        ("1", "'1'; it must be of type int"),
+        (None, "None; it must"),
+    ],
 )
 def test_versions(version: Any, message: str) -> None:
     model, la = fitted("last_layer-kron")
