@@ -122,7 +122,7 @@ class Predictor:
         rows = self._predicted(x, kind, self._for_network(options), lambda: options.generator, model_kwargs)
         prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
-            return _finite(prediction.mean), _finite(prediction.variance)
+            return _finite(prediction.mean, prediction.variance)
         if not likelihood.latent_prediction or (options.fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -388,16 +388,16 @@ def noise_like(squares: Tensor, former: Tensor) -> Tensor:
     return torch.where((sizes > 0) & sizes.isfinite(), sizes.to(former), former)
 
 
-def _finite(moments: Tensor) -> Tensor:
-    """Means or variances of y, if they are finite: an inverse link may take outputs beyond the range of their dtype."""
+def _finite(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of y, if both are finite: an inverse link may take outputs beyond the range of their dtype."""
     checks.require(
-        moments.isfinite(),
+        checks.are_finite(mean) & checks.are_finite(variance),
         lambda: InvalidData(
             "means or variances of the targets are NaN or infinite; look at the inputs. Where those are right the "
             "outputs, or their variances, are beyond the range of the dtype: raise prior_precision."
         ),
     )
-    return moments
+    return mean, variance
 
 
 # What users' classes predict at given inputs.

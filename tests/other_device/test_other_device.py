@@ -41,14 +41,16 @@ def bounds(name: str) -> dict[str, dict[str, int]]:
     The host waits once per batch and reading, for all conditions on the batch, and reads these in one copy.
     """
     structure = name.rpartition(", ")[-1]
+    # Moments of y are checked once more; of an uncertain noise it is asked twice where they say something.
+    moments = {"_local_scalar_dense": 3 if name.startswith(("heteroscedastic", "mean_log_variance")) else 1}
     readings = cases.READINGS[structure] if structure in cases.READINGS else 1
     assert readings == 1 or STRUCTURES[structure].n_passes > 1
     return {
         "fit": {"to the host": 3 * readings},
         "fit to data of the host": {"to the host": 3 * readings, "to the device": 2 * 3 * readings},
         # Variances of this structure are computed anew where they cancel, which has to be asked.
-        "glm": {"to the host": 2 if structure == "lowrank_kron" else 1},
-        "nn": {"to the host": 1},
+        "glm": {"to the host": 2 if structure == "lowrank_kron" else 1} | moments,
+        "nn": {"to the host": 1} | moments,
         # A step asks whether labels are ignored, then whether outputs and targets are right; an epoch for its losses.
         "training": {"_local_scalar_dense": 2 * 3, "to the host": 2 * 3 + 2},
     }
