@@ -42,15 +42,18 @@ def bounds(name: str) -> dict[str, dict[str, int]]:
     """
     structure = name.rpartition(", ")[-1]
     # Moments of y are checked once more; of an uncertain noise it is asked twice where they say something.
-    moments = {"_local_scalar_dense": 3 if name.startswith(("heteroscedastic", "mean_log_variance")) else 1}
+    likelihood = name.partition(", ")[0]
+    asks_of_noise = likelihood in ("heteroscedastic", "mean_log_variance")
+    of_moments = 3 if asks_of_noise else int(likelihood == "poisson")
+    of_samples = int(likelihood not in ("classification", "bernoulli"))
     readings = cases.READINGS[structure] if structure in cases.READINGS else 1
     assert readings == 1 or STRUCTURES[structure].n_passes > 1
     return {
         "fit": {"to the host": 3 * readings},
         "fit to data of the host": {"to the host": 3 * readings, "to the device": 2 * 3 * readings},
         # Variances of this structure are computed anew where they cancel, which has to be asked.
-        "glm": {"to the host": 2 if structure == "lowrank_kron" else 1} | moments,
-        "nn": {"to the host": 1} | moments,
+        "glm": {"to the host": 2 if structure == "lowrank_kron" else 1, "_local_scalar_dense": of_moments},
+        "nn": {"to the host": 1, "_local_scalar_dense": of_samples},
         # A step asks whether labels are ignored, then whether outputs and targets are right; an epoch for its losses.
         "training": {"_local_scalar_dense": 2 * 3, "to the host": 2 * 3 + 2},
     }
