@@ -15,12 +15,9 @@ import torch
 from torch import Generator, Tensor, distributions
 from torch.nn.functional import softplus
 
-from laplace.core import scores
 from laplace.core.random_numbers import standard_normal
-from laplace.errors import InvalidData
-from laplace.likelihoods.base import MomentLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_values
-from laplace.likelihoods.pairs import NoisyRealTarget, Pairs, check_pairs, exact_places
+from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.pairs import NoisyRealTarget, PairLikelihood, Pairs, exact_places
 from laplace.likelihoods.targets import Points, TargetMoments
 
 _EXPONENTIAL = -40.0
@@ -87,7 +84,7 @@ class NaturalPairs(Pairs):
 
 
 @dataclass(frozen=True)
-class Heteroscedastic(MomentLikelihood):
+class Heteroscedastic(PairLikelihood):
     """p(y | f) = Π_c N(y_c; η_c / λ_c, 1 / λ_c) with outputs f = [η | s], `[B, 2C]`, and λ = softplus(s).
 
     −log p(y | f) = Σ_c ½ λ_c (y_c − η_c/λ_c)² − ½ log λ_c + ½ log 2π. The curvature is the Fisher information with
@@ -97,15 +94,7 @@ class Heteroscedastic(MomentLikelihood):
     name = "heteroscedastic"
     target = NoisyRealTarget(NaturalPairs.shown, "real", pairs=NaturalPairs)
 
-    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Finite targets `[B, C]` of outputs `[B, 2C]`, in their dtype.
-
-        Raises:
-            InvalidData: An odd number of outputs, targets of another shape, NaN or infinite values.
-        """
-        check_outputs(f)
-        check_pairs(self.name, "natural parameters [eta | s]", f, y)
-        return check_values(f[:, ::2], y)
+    outputs = "natural parameters [eta | s]"
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log p(y_b | f_b), `[1]`."""
@@ -148,16 +137,6 @@ class Heteroscedastic(MomentLikelihood):
         precision = softplus(s).clamp(min=torch.finfo(f.dtype).tiny ** 0.75)
         normal = distributions.Normal(first / precision, precision.rsqrt(), validate_args=False)
         return distributions.Independent(normal, 1)
-
-    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
-        """−Σ_c log N(y_c; prediction_c, variance_c), `[B]`: of the Gaussian with the moments of y.
-
-        Raises:
-            InvalidData: No variance, without which the density is not known.
-        """
-        if variance is None:
-            raise InvalidData("a mean was given without a variance; likelihood='heteroscedastic' needs both.")
-        return scores.gaussian_nll(prediction, variance, y)
 
 
 def _parameters(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:

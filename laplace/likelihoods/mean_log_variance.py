@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, distributions
 
-from laplace.core import scores
 from laplace.core.random_numbers import standard_normal
-from laplace.errors import InvalidData
-from laplace.likelihoods.base import MomentLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_values
-from laplace.likelihoods.pairs import NoisyRealTarget, Pairs, check_pairs
+from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.pairs import NoisyRealTarget, PairLikelihood, Pairs
 from laplace.likelihoods.targets import TargetMoments
 
 
@@ -64,7 +61,7 @@ class LogVariancePairs(Pairs):
 
 
 @dataclass(frozen=True)
-class MeanLogVariance(MomentLikelihood):
+class MeanLogVariance(PairLikelihood):
     """p(y | f) = Π_c N(y_c; m_c, exp(l_c)) with outputs f = [m | l], `[B, 2C]`.
 
     −log p(y | f) = Σ_c ½ exp(−l_c) (y_c − m_c)² + ½ l_c + ½ log 2π. The curvature is the Fisher information with
@@ -74,15 +71,7 @@ class MeanLogVariance(MomentLikelihood):
     name = "mean_log_variance"
     target = NoisyRealTarget(LogVariancePairs.shown, "real", pairs=LogVariancePairs)
 
-    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Finite targets `[B, C]` of outputs `[B, 2C]`, in their dtype.
-
-        Raises:
-            InvalidData: An odd number of outputs, targets of another shape, NaN or infinite values.
-        """
-        check_outputs(f)
-        check_pairs(self.name, "[mean | log variance]", f, y)
-        return check_values(f[:, ::2], y)
+    outputs = "[mean | log variance]"
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log p(y_b | f_b), `[1]`."""
@@ -119,13 +108,3 @@ class MeanLogVariance(MomentLikelihood):
         limit = 0.75 * math.log(torch.finfo(f.dtype).max)  # beyond it no sample of y may be NaN
         deviation = (0.5 * log_variance.clamp(-limit, limit)).exp()
         return distributions.Independent(distributions.Normal(mean, deviation, validate_args=False), 1)
-
-    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
-        """−Σ_c log N(y_c; prediction_c, variance_c), `[B]`: of the Gaussian with the moments of y.
-
-        Raises:
-            InvalidData: No variance, without which the density is not known.
-        """
-        if variance is None:
-            raise InvalidData("a mean was given without a variance; likelihood='mean_log_variance' needs both.")
-        return scores.gaussian_nll(prediction, variance, y)

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from laplace.core.checks import numbers_are_known
 from laplace.core.gaussian import sample_moments
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.base import Likelihood, MomentLikelihood
+from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.targets import MomentTarget, Points, Score, Summary, TargetMoments, column, stretched
 
 _FARTHEST = 40.0
@@ -211,9 +212,9 @@ class Pairs(ABC):
         return self._robust(known, unheld, largest) if bool(unheld.any()) else known
 
     def _is_decided_by_tail(self) -> Tensor:
-        reach = 100.0 if not numbers_are_known() else 13 + 2 * math.sqrt(float(self.variance.detach().amax()))
-        z = column(reach, 601, self.s)
-        logs = self.log_square(self.s + z * self.variance.sqrt()) - 0.5 * z.square()
+        deviation = self.variance.sqrt()
+        z = column(1.0, 601, self.s) * (13 + 2 * deviation)  # as far as exp(2 |s|) N(s) is anything
+        logs = self.log_square(self.s + z * deviation) - 0.5 * z.square()
         return logs.where(z.abs() > _UNSEEN, -math.inf).logsumexp(0) > logs.logsumexp(0) - math.log(2)
 
     def _robust(self, known: TargetMoments, where: Tensor, largest: float) -> TargetMoments:
@@ -294,19 +295,40 @@ def pair_of(summary: Summary) -> tuple[Tensor, Tensor]:
     )
 
 
-def check_pairs(likelihood: str, names: str, f: Tensor, y: Tensor) -> None:
-    """Refuses outputs that are no pairs, and targets that are not one per pair."""
-    if f.shape[1] % 2:
-        raise InvalidData(
-            f"Outputs have shape {list(f.shape)}; likelihood={likelihood!r} accepts [B, 2C], {names} of C targets: "
-            "give the last layer an even number of outputs."
-        )
-    shape = [len(f), f.shape[1] // 2]
-    if isinstance(y, Tensor) and list(y.shape) != shape:
-        raise InvalidData(
-            f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}, {names}: shapes of targets must be equal to "
-            f"[B, C] = {shape}, nothing is broadcast."
-        )
+class PairLikelihood(MomentLikelihood):
+    """A likelihood of targets `[B, C]` by outputs `[B, 2C]`, one pair for each, that a subclass names for messages."""
+
+    outputs: ClassVar[str]
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Finite targets `[B, C]` of outputs `[B, 2C]`, in their dtype.
+
+        Raises:
+            InvalidData: An odd number of outputs, targets of another shape, NaN or infinite values.
+        """
+        check_outputs(f)
+        if f.shape[1] % 2:
+            raise InvalidData(
+                f"Outputs have shape {list(f.shape)}; likelihood={self.name!r} accepts [B, 2C], {self.outputs} of C "
+                "targets: give the last layer an even number of outputs."
+            )
+        shape = [len(f), f.shape[1] // 2]
+        if isinstance(y, Tensor) and list(y.shape) != shape:
+            raise InvalidData(
+                f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}, {self.outputs}: shapes of targets must "
+                f"be equal to [B, C] = {shape}, nothing is broadcast."
+            )
+        return check_values(f[:, ::2], y)
+
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        """−Σ_c log N(y_c; prediction_c, variance_c), `[B]`: of the Gaussian with the moments of y.
+
+        Raises:
+            InvalidData: No variance, without which the density is not known.
+        """
+        if variance is None:
+            raise InvalidData(f"a mean was given without a variance; likelihood={self.name!r} needs both.")
+        return scores.gaussian_nll(prediction, variance, y)
 
 
 def _mode(log_integrand: Callable[[Tensor], Tensor], candidates: Tensor) -> tuple[Tensor, float]:

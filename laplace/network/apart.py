@@ -55,7 +55,7 @@ def copied(model: nn.Module) -> nn.Module:
     own = shared(model)
     tables = [module._buffers for module in modules_of(own)]
     held = {id(buffer): buffer for table in tables for buffer in table.values() if buffer is not None}
-    copies = dict(zip(held, _copies_of(list(held.values())), strict=True))
+    copies = dict(zip(held, copies_of(list(held.values())), strict=True))
     for module, table in zip(modules_of(own), tables, strict=True):
         table.update({key: copies[id(buffer)] for key, buffer in table.items() if buffer is not None})
         if module.training:
@@ -96,7 +96,7 @@ def _fill(twin: nn.Module, module: nn.Module, move: _Move) -> None:
     twin.__dict__.update(own)
 
 
-def _copies_of(buffers: list[Tensor]) -> list[Tensor]:
+def copies_of(buffers: list[Tensor]) -> list[Tensor]:
     """Memory of its own for every buffer, which a pass may write to: in one operation for plain ones of a device."""
     copies = {i: buffer for i, buffer in enumerate(buffers) if buffer.is_inference()}
     plain: dict[torch.device, list[int]] = {}

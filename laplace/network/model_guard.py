@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import filterfalse
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import tqdm
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
-from laplace.network.apart import copied, needs_itself, original
+from laplace.network.apart import copied, copies_of, needs_itself, original
 from laplace.network.tree import modules_of, tensors_of
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, tuple[int, threading.RLock]] = weakref.WeakKeyDictionary()
@@ -434,13 +434,8 @@ class _State:
         ]
         tables = ((module, module._buffers) for module in modules)
         self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]
-        groups: dict[object, list[Tensor]] = {}
-        for _, buffers in self.buffers:
-            for buffer in buffers.values():
-                if _can_be_written(buffer):
-                    groups.setdefault(_form(buffer), []).append(buffer)
-        with torch.no_grad():
-            self.values = [(group, _copies(group)) for group in groups.values()]
+        written = [b for _, buffers in self.buffers for b in buffers.values() if b is not None and not b.is_inference()]
+        self.values = list(zip(written, copies_of(written), strict=True))
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
@@ -451,8 +446,7 @@ class _State:
     def restore(self) -> None:
         """Puts attributes, flags and buffers back; buffers are written only if they have other numbers."""
         # Autograd does not count all writes, so that values are compared.
-        written = [(buffer, copies[i]) for group, copies in self.values for i, buffer in enumerate(group)
-                   if not same_numbers(buffer, copies[i])]  # fmt: skip
+        written = [(buffer, copy) for buffer, copy in self.values if not same_numbers(buffer, copy)]
         for module, training, attributes in self.modules:
             own = module.__dict__
             own.update(attributes)
@@ -486,22 +480,6 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
     if a.layout is not torch.strided or a.is_quantized:
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _can_be_written(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """True unless a buffer was made in inference mode, outside of which it cannot be written to."""
-    return buffer is not None and not buffer.is_inference()
-
-
-def _form(buffer: Tensor) -> object:
-    """Shape, dtype and device, by which buffers are copied together: of running statistics many are alike."""
-    is_dense = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_quantized
-    return (buffer.shape, buffer.dtype, buffer.device) if is_dense else id(buffer)
-
-
-def _copies(buffers: list[Tensor]) -> Sequence[Tensor] | Tensor:
-    """Copies of buffers of one form, by one operation: on a GPU each takes as long as the copy of many."""
-    return torch.stack(buffers) if len(buffers) > 1 else [buffers[0].clone()]
 
 
 _OWN = frozenset(nn.Module().__dict__)
