@@ -113,14 +113,14 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(FLOOR))
 
 
-def equality(device: str, quick: bool, processes: int) -> list[Difference]:
+def equality(device: str, quick: bool, processes: int) -> Iterator[Difference]:
     """All cases, in processes that share the device."""
     from tests.other_device import cases
 
     names = list(cases.CASES | cases.CARD_CASES)[:: 8 if quick else 1]
     jobs = [(name, dtype, device) for dtype in TOLERANCE for name in names]
     with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        return list(pool.map(compare, *zip(*jobs, strict=True), chunksize=4))
+        yield from pool.map(compare, *zip(*jobs, strict=True))
 
 
 # Speed and memory.
@@ -376,11 +376,13 @@ def main() -> None:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
     if arguments.only != "speed":
-        differences = equality(arguments.device, arguments.quick, arguments.processes)
-        found["equality"] = [asdict(one) | {"equal": one.equal} for one in differences]
-        save()
-        wrong = [one for one in differences if not one.equal]
-        print(*wrong, f"{len(differences) - len(wrong)} of {len(differences)} cases are equal", sep="\n", flush=True)
+        for difference in equality(arguments.device, arguments.quick, arguments.processes):
+            found["equality"].append(asdict(difference) | {"equal": difference.equal})
+            save()
+            if not difference.equal:
+                print(difference, flush=True)
+        equal = sum(one["equal"] for one in found["equality"])
+        print(f"{equal} of {len(found['equality'])} cases are equal", flush=True)
     if arguments.only != "equality":
         for measured in speed(device, arguments.quick):
             found["speed"].append(asdict(measured))

@@ -52,5 +52,6 @@ def test_what_never_ends_is_stopped_and_all_else_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert re.search(r"\b3 failed, 15 passed\b", done.stdout), done.stdout + done.stderr
     assert "Timeout (>0.5s)" in done.stdout
-    assert len(re.findall(r"crashed while running .*test_(dies|waits)'", done.stdout)) == 2
+    # pytest repeats whole messages in its summary where the variable `CI` is set.
+    assert set(re.findall(r"crashed while running .*test_(dies|waits)'", done.stdout)) == {"dies", "waits"}
     assert "in test_waits" in done.stderr  # the traceback of faulthandler
