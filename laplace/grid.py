@@ -34,7 +34,6 @@ from laplace.enums import (
     WeightsName,
 )
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
-from laplace.function_space import FAMILIES
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import are_idle, has_adapters
 from laplace.parametric import (
@@ -47,7 +46,7 @@ from laplace.parametric import (
     Options,
     SubnetworkAttributes,
 )
-from laplace.structures import STRUCTURES
+from laplace.structures import FAMILIES, STRUCTURES
 from laplace.structures.base import Curvature
 from laplace.structures.kron import DampingForm
 from laplace.weights import WEIGHTS, Weights

@@ -24,10 +24,10 @@ from laplace.core import overrides
 from laplace.core.arguments import CheckedConstructor, check_counts, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
-from laplace.core.overrides import COVARIANCES, is_overridden
+from laplace.core.overrides import COVARIANCES, is_overridden, require_positive, require_shape
 from laplace.core.positions import channels_last
 from laplace.core.registry import KeyedClasses
-from laplace.curvature import CurvatureInterface
+from laplace.curvature.interface import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import (
@@ -46,27 +46,15 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.network.watch import Fingerprint
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.manual_fit import batch_of, restarted, with_parts, with_root, without_data
 from laplace.posterior.posterior import Cache, Choices, Posterior, Refinement, checked_backend
-from laplace.posterior.user_hooks import (
-    NoStructure,
-    UsersPrecision,
-    posterior_before,
-    precision_of_moment,
-    require_positive,
-    require_shape,
-    with_users_members,
-    with_users_values,
-)
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.predict import Predictor
 from laplace.saving import Recipe, Saved
-from laplace.state import describe, loaded, moved_with_model
-from laplace.state import save as state_of
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.fit import Fit
 from laplace.structures.kron import checked_damping
+from laplace.structures.own import NoStructure
 from laplace.tuning.tunable import Tunable
 from laplace.weights.base import AllWeights, Weights
 from laplace.weights.last_layer import network_of
@@ -208,7 +196,12 @@ class BaseLaplace(CheckedConstructor, ABC):
             UnsupportedError: One does.
         """
         super().__init_subclass__(**options)
-        overrides.check_class(cls, BaseLaplace)
+        if overrides.is_ours(cls):
+            overrides.remember(cls)
+        else:
+            from laplace.contract.by_hand import known_form
+
+            overrides.check_class(cls, BaseLaplace, known_form)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses assignments that would be ignored; new attributes are free.
@@ -235,6 +228,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def snapshot(self) -> Posterior:
         """An immutable copy of the posterior, which later assignments to this object do not change."""
+        from laplace.contract.user_hooks import with_users_members
+
         now = self._posterior
         now = now if now.data is None else replace(now, data=now.data.completed())
         return with_users_members(now, self)
@@ -478,7 +473,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
 
 
-overrides.check_class(BaseLaplace, BaseLaplace)
+overrides.remember(BaseLaplace)
 
 
 # Posteriors over weights.
@@ -538,6 +533,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @n_data.setter
     def n_data(self, value: float) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, n_data=value)
 
     @property
@@ -547,6 +544,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @n_outputs.setter
     def n_outputs(self, value: int) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, n_outputs=value)
 
     @property
@@ -559,6 +558,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @loss.setter
     def loss(self, value: float | Tensor) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, loss=value)
 
     @property
@@ -567,10 +568,14 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
         It is zero before `fit`. It can be assigned, and summed in a loop by `la.H += …`, which makes no copies.
         """
-        return self._posterior.H
+        from laplace.contract.manual_fit import H_of
+
+        return H_of(self._posterior)
 
     @H.setter
     def H(self, value: Any) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, H=value)
 
     @property
@@ -584,6 +589,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @mean.setter
     def mean(self, value: Tensor) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, mean=value)
 
     @property
@@ -635,6 +642,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout).diagonal()
 
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
+        from laplace.contract.user_hooks import with_users_values
+
         self._require_data()
         given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
         other = {name: value for name, value in given.items() if value is not None}
@@ -649,6 +658,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         It is cached until a hyper-parameter or the fit changes; where a hyper-parameter requires a gradient it is
         computed at every call, with its graph.
         """
+        from laplace.contract.user_hooks import precision_of_moment, with_users_values
+
         self._require_data()
         if is_overridden(self, "posterior_precision"):
             return precision_of_moment(self, "posterior_precision")
@@ -659,6 +670,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     def predictive_posterior(self) -> Precision:
         """The posterior precision that predictions and samples use, with overrides of your own class applied."""
+        from laplace.contract.user_hooks import UsersPrecision, posterior_before
+
         precision, posterior = posterior_before(self, "functional_variance"), self.snapshot()
         return UsersPrecision(posterior, precision) if posterior.overrides(*COVARIANCES) else precision
 
@@ -670,11 +683,15 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
     @property
     def posterior_covariance(self) -> Tensor:
         """Posterior covariance P⁻¹, dense, `[P, P]`."""
+        from laplace.contract.user_hooks import posterior_before
+
         return posterior_before(self, "posterior_covariance").covariance
 
     @property
     def posterior_variance(self) -> Tensor:
         """Posterior variance of every random parameter, the diagonal of P⁻¹, `[P]`."""
+        from laplace.contract.user_hooks import posterior_before
+
         return posterior_before(self, "posterior_variance").diagonal_of_inverse()
 
     @property
@@ -684,10 +701,14 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         You may assign a root of your own, `[P, P]` or `[P]`. Predictions, samples and moments use it until a
         hyper-parameter or the data change; the evidence and `posterior_precision` do not.
         """
+        from laplace.contract.user_hooks import posterior_before
+
         return posterior_before(self, "posterior_scale").scale
 
     @posterior_scale.setter
     def posterior_scale(self, root: Tensor) -> None:
+        from laplace.contract.manual_fit import with_root
+
         self._posterior = with_root(self._posterior, root)
 
     def square_norm(self, value: Tensor) -> Tensor:
@@ -1227,6 +1248,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
+        from laplace.contract.manual_fit import without_data
+
         self._posterior = without_data(self._posterior.before_new_data("start_fit"))
 
     @checked
@@ -1239,6 +1262,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
+        from laplace.contract.manual_fit import restarted
+
         former = self._posterior.data
         self.start_fit()
         self._posterior = restarted(self._posterior, former)
@@ -1262,6 +1287,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
+        from laplace.contract.manual_fit import batch_of
+
         check_counts(n_data=n_data)
         self._posterior = infer_channels(self._posterior.with_backend_loss(), x, y)
         return batch_of(self._posterior, x, y, n_data)
@@ -1294,6 +1321,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
+        from laplace.state import save as state_of
+
         return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1302,6 +1331,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             StateError: The state belongs to another class, model, likelihood or choice of weights.
         """
+        from laplace.state import loaded
+
         self.set_posterior(loaded(self, state_dict))
         self.enable_backprop = state_dict["enable_backprop"]
 
@@ -1315,10 +1346,14 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     def to(self: P, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> P:
         """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""
+        from laplace.state import moved_with_model
+
         self.set_posterior(moved_with_model(self, device, dtype))
         return self
 
     def __repr__(self) -> str:
+        from laplace.state import describe
+
         return describe(self)
 
     # Private names of laplace-torch that public code reads.
@@ -1496,6 +1531,8 @@ class KronAttributes(NamedPosterior):
 
     @H_facs.setter
     def H_facs(self, value: Any) -> None:
+        from laplace.contract.manual_fit import with_parts
+
         self._posterior = with_parts(self._posterior, H_facs=value)
 
 

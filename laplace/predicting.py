@@ -605,5 +605,5 @@ class PosteriorPredicting(Predicting):
             return source.gaussian(form)
 
 
-overrides.check_class(Predicting, Predicting)
-overrides.check_class(PosteriorPredicting, PosteriorPredicting)
+overrides.remember(Predicting)
+overrides.remember(PosteriorPredicting)

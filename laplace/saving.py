@@ -15,7 +15,7 @@ from torch import nn
 from laplace.core import nested
 from laplace.core.arguments import check_flag
 from laplace.core.registry import Cell
-from laplace.curvature import NativeGGN
+from laplace.curvature.interface import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock
 from laplace.network.tree import named_modules_of

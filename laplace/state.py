@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from laplace.contract.by_hand import known_form
+from laplace.contract.manual_fit import checked_tensor, with_parts, with_root, without_data
 from laplace.core import nested
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import ran_out
@@ -18,7 +20,6 @@ from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.features import FeatureStatistics
-from laplace.posterior.manual_fit import checked_tensor, with_parts, with_root, without_data
 from laplace.posterior.posterior import REFINEMENTS, Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, SignedOptions, move
 from laplace.structures.fit import Fit
@@ -486,7 +487,7 @@ def _check_legacy_class(la: BaseLaplace, name: Any) -> None:
     """Refuses states of other classes than this object's, and of those that are not read."""
     own, choices = type(la).__name__, la.snapshot().choices
     whole = la.weights.state().keys() <= {"last_layer_name"}
-    if name == own and whole and choices.structure.by_hand is not None:
+    if name == own and whole and known_form(choices.structure) is not None:
         return
     if name in _LEGACY_CLASSES:
         _refuse(f"saved the state of a {name}, this object is a {own}; load it into a {name}")

@@ -8,9 +8,12 @@ attribute assigned.
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable
 from typing import Any, Generic, Protocol
 
-from laplace.errors import ReadOnlyError, UnsupportedError
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, ReadOnlyError, UnsupportedError
 
 _LIBRARY = __name__.split(".")[0]
 
@@ -148,11 +151,13 @@ def _owner(cls: type, name: str) -> type | None:
     return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
-def check_class(cls: type, root: type) -> None:
-    """Remembers a class of the library; refuses one of a user's that would be ignored in part."""
-    if is_ours(cls):
-        setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
-        return
+def remember(cls: type) -> None:
+    """Keeps what a class of the library defines of the members that users may override."""
+    setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
+
+
+def check_class(cls: type, root: type, known_form: Callable[[Any], object]) -> None:
+    """Refuses a class of a user's that would be ignored in part; `known_form` of a structure is None without a form."""
     library = [base for base in cls.__mro__ if is_ours(base)]
     known = [base for base in library if _ORIGINALS in vars(base)]
     originals = {
@@ -160,13 +165,14 @@ def check_class(cls: type, root: type) -> None:
     }
     setattr(cls, _ORIGINALS, originals)
     private = HELD.union(*map(vars, library)) - _FREE
-    by_hand = getattr(getattr(cls, "structure", None), "by_hand", None)
+    structure = getattr(cls, "structure", None)
+    by_hand = structure is not None and known_form(structure) is not None
     derived = any(issubclass(base, root) and base is not root for base in library)
     users = [base for base in cls.__mro__ if base not in (*library, *_PYTHONS)]
     for name in (name for base in users for name in vars(base) if _owner(cls, name) is base):
         if not name.startswith("_") or name.startswith("__"):
             continue
-        if (name in _OF_FITS and by_hand is not None) or (name in HOOKS | _OF_FITS and not derived):
+        if (name in _OF_FITS and by_hand) or (name in HOOKS | _OF_FITS and not derived):
             continue  # of a class that derives from the root alone every call is its own
         if name in HOOKS or name in _OF_FITS:
             raise UnsupportedError(
@@ -245,3 +251,23 @@ def refused(la: object, name: str, error: AttributeError) -> AttributeError:
         return error
     remedy = _READ_ONLY.get(name, "it is computed: to compute it in another way, override it in a class of your own")
     return ReadOnlyError(f"{name} of {type(la).__name__} cannot be assigned; {remedy}.")
+
+
+def require_positive(la: Any, name: str, value: Tensor) -> Tensor:
+    """The value that a user's member gave, if all of it is positive (`InvalidArgument`)."""
+    if not bool((value > 0).all()):
+        raise InvalidArgument(f"{name} of class {type(la).__name__} holds values that are not positive.")
+    return value
+
+
+def require_shape(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    """The value that a user's member gave, if it is a tensor of this shape (`InvalidArgument`)."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        raise wrong_shape(la, name, value, str(list(shape)))
+    return value
+
+
+def wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
+    """The error of a user's member that gave something else than expected."""
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")

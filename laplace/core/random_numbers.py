@@ -5,9 +5,12 @@ Seeds of our own are those of a generator of the host: every device then has the
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +57,22 @@ def standard_normal_parts(
         size = at_once if rest >= at_once + _ALIGNED else rest
         yield standard_normal((size, *shape), like, generator)
         start += size
+
+
+def seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:
+    """A user's method with a source of randomness: as an argument if it takes one, else as the global seed."""
+    if generator is None:
+        return method
+    known = inspect.signature(method).parameters.values()
+    if any(p.name == "generator" or p.kind is p.VAR_KEYWORD for p in known):
+        return partial(method, generator=generator)
+
+    def with_seed(*args: Any, **options: Any) -> Any:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(drawn_seed(generator))
+            return method(*args, **options)
+
+    return with_seed
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:

@@ -20,7 +20,7 @@ from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.overrides import check_backend_assignment, is_ours
-from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
+from laplace.curvature.user_backend import DERIVATIVES, METHODS, with_users_methods
 from laplace.engines.engine import CurvatureEngine, EngineOptions
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
@@ -233,8 +233,7 @@ class CurvatureInterface:
             **options: Options that the user's own `diag` and `kron` are called with.
         """
         builtin = self.engine_type(problem, likelihood, replace(self._options, split_outputs=split_outputs))
-        methods = users_methods(self)
-        return UserBackendEngine(self, builtin, methods, options) if methods else builtin
+        return with_users_methods(self, builtin, METHODS, options)
 
     @property
     def _options(self) -> EngineOptions:
@@ -251,9 +250,7 @@ class CurvatureInterface:
         if key not in self._engines:  # kept, so that random draws go on from call to call
             problem = self._weights(last_layer=key).discover(x)
             self._engines[key] = self.engine_type(problem, get_likelihood(self.likelihood), self._options)
-        builtin = self._engines[key]
-        methods = (users_methods(self) & DERIVATIVES) - set(without)
-        return UserBackendEngine(self, builtin, methods, {}) if methods else builtin
+        return with_users_methods(self, self._engines[key], DERIVATIVES - set(without), {})
 
     def _weights(self, *, last_layer: bool) -> Weights:
         if last_layer:

@@ -25,15 +25,19 @@ from laplace.network.model_guard import gradients_set_aside, hooks_put_back, use
 if TYPE_CHECKING:
     from laplace.curvature.interface import CurvatureInterface
 
-_METHODS = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
+METHODS = frozenset(("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients"))
+"""Public methods that a class of the user's may define."""
 
 DERIVATIVES = frozenset(("jacobians", "last_layer_jacobians", "gradients"))
 """Methods that the library's curvature calls back into when a user's method calls it by `super()`."""
 
 
-def users_methods(backend: CurvatureInterface) -> frozenset[str]:
-    """Names of the public methods that a class outside of the library has defined."""
-    return frozenset(name for name in _METHODS if not is_ours(getattr(type(backend), name)))
+def with_users_methods(
+    backend: CurvatureInterface, builtin: CurvatureEngine, names: frozenset[str], options: dict[str, Any]
+) -> CurvatureEngine:
+    """The library's engine with those of some methods that the backend's class defines itself; `options` are theirs."""
+    methods = frozenset(name for name in names if not is_ours(getattr(type(backend), name)))
+    return UserBackendEngine(backend, builtin, methods, options) if methods else builtin
 
 
 class UserBackendEngine(CurvatureEngine):

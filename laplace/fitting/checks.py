@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from laplace.core import batch as batches
 from laplace.core.content import Content
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype
@@ -183,3 +184,14 @@ def warn_of_shards() -> None:
             "otherwise give the loader all the data, or fit in one process.",
             ApproximationWarning,
         )
+
+
+def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
+    """N of a loader, by its data set, or by reading it once (`InvalidArgument` if that is not possible)."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    batches.require_rereadable(
+        loader, "a fit by _curv_closure, which is told the number of all data, counts them first"
+    )
+    return sum(len(batches.split(batch, dict_key_y)[1]) for batch in loader)

@@ -48,7 +48,6 @@ from laplace.network.input_errors import call_with_context, noticing_swap
 from laplace.network.model_guard import apart, autograd_mode, hooks_fire, reading, same_random_state
 from laplace.network.watch import DeterminismCheck, ReferenceOutputs
 from laplace.posterior.posterior import Choices, Posterior, match_lengths
-from laplace.posterior.user_hooks import HookedPass, number_of_data
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
@@ -227,8 +226,8 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
         checks.warn_of_shards()
     with autograd_mode(), torch.no_grad(), same_random_state(model):
         if posterior.overrides(*FITTING):
-            n_data = options.subset or number_of_data(loader, posterior.choices.dict_key_y)
-            options = replace(options, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
+            n_data = options.subset or checks.number_of_data(loader, posterior.choices.dict_key_y)
+            options = replace(options, first_pass=lambda engine: posterior.users_pass(engine, n_data))
         begin = partial(_begin, posterior, loader, options, first)
         begun = (
             begin()

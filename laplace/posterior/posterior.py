@@ -7,7 +7,7 @@ can be computed again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,12 @@ from laplace.core import batch as batches
 from laplace.core import nested
 from laplace.core.arguments import as_tensor, check_length, finite, positive
 from laplace.core.batch import ForwardFn
-from laplace.core.cached import cached_property
 from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later
 from laplace.core.overrides import is_ours
 from laplace.core.positions import channels_last
-from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
+from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
@@ -36,16 +35,16 @@ from laplace.network.model_guard import own_precision
 from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.features import FeatureStatistics
-from laplace.structures.base import Curvature, Precision, SignedOptions
-from laplace.structures.by_hand import ByHand
+from laplace.structures.base import Curvature, DataPass, Precision, SignedOptions
 from laplace.structures.fit import Fit
+from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import drawn
 from laplace.structures.sharded import ShardedCurvature
-from laplace.structures.users_precision import FixedRootPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
+    from laplace.contract.manual_fit import ManualFit
     from laplace.predictive.options import PredictiveNames
 
 # How a posterior is made.
@@ -211,40 +210,6 @@ def _of_matching_length(name: str, value: Tensor, weights: Weights) -> Tensor:
 
 
 # What the data say.
-
-
-@dataclass(frozen=True, eq=False)
-class ManualFit:
-    """A fit whose curvature was assigned.
-
-    The structure's curvature is made, of a copy, when something is first computed of it: a loop of `la.H += …` adds to
-    one tensor in place, and nothing is copied for its batches.
-    """
-
-    H: Any
-    structure: type[Curvature]  # Structure of the curvature that it becomes
-    loss_terms: Tensor  # Summed unit negative log likelihood, `[1]`
-    n_data: float = 0  # Number of data, without ignored ones
-    n_outputs: int = 0
-    coverage: Mapping[str, str] = field(default_factory=dict)
-    draws: Tensor | None = None
-
-    @cached_property
-    def complete(self) -> Fit:
-        """The fit with its curvature."""
-        with torch.inference_mode(False), torch.no_grad():
-            curvature = self.structure.from_state(form_of(self.structure).state(self.H, self.n_data))
-        return Fit(curvature, self.loss_terms, self.n_data, self.n_outputs, dict(self.coverage), self.draws)
-
-
-def form_of(structure: type[Curvature]) -> ByHand:
-    """The form in which users assign and sum a structure's curvature."""
-    if structure.by_hand is None:
-        raise UnsupportedError(
-            f"hessian_structure={structure.name!r} has no curvature that could be assigned or summed by hand; use "
-            "'full', 'kron' or 'diag', call fit, or load a state."
-        )
-    return structure.by_hand
 
 
 REFINEMENTS = frozenset({"map", "variational", "forget"})
@@ -655,14 +620,6 @@ class Posterior:
         return self.require_fitted().active_fit.complete
 
     @property
-    def H(self) -> Any:
-        """The unit curvature as users see it: what was assigned, or the fit's; before a fit zero, or an error."""
-        by_hand = self.choices.structure.by_hand
-        if self.data is None and by_hand is not None:
-            return by_hand.zeros(self.problem, self.hypers.prior_mean.detach())
-        return self.require_fitted().active_fit.H
-
-    @property
     def refinement(self) -> Refinement | None:
         """Result of inference in the linearised network."""
         return None if self.data is None else self.data.refinement
@@ -796,6 +753,10 @@ class Posterior:
     def overrides(self, *names: str) -> bool:
         """True if the class of a user's object defines one of these members."""
         return False
+
+    def users_pass(self, engine: CurvatureEngine, n_data: int) -> DataPass:
+        """The pass over N data in which a user's methods compute loss and curvature."""
+        raise UnsupportedError("this posterior belongs to no object whose methods could be called.")
 
     def as_user_object(self) -> AbstractContextManager[Any]:
         """A block in which the user's object has this posterior for its own; it is what the block is entered as."""

@@ -16,11 +16,11 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.gaussian import Gaussian
-from laplace.core.overrides import PREDICTIONS
+from laplace.core.overrides import PREDICTIONS, wrong_shape
 from laplace.core.positions import OutputChoice, OutputRows, in_users_layout, rows_of, unrolled
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
-from laplace.core.random_numbers import drawn_seed
+from laplace.core.random_numbers import drawn_seed, seeded
 from laplace.enums import PredType
 from laplace.errors import (
     ApproximationWarning,
@@ -32,7 +32,6 @@ from laplace.errors import (
     warn,
 )
 from laplace.posterior.posterior import Posterior, version
-from laplace.posterior.user_hooks import seeded, wrong_shape
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.prediction import Draw, Draws, PosteriorOutputs, Prediction, laid_out

@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.structures.matrix_free": "MatrixFreeCurvature",
         "laplace.structures.precision": "Precision",
     },
-    own="STRUCTURES",
+    own="FAMILIES STRUCTURES",
 )
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
@@ -37,3 +37,8 @@ STRUCTURES.refer("lowrank", "laplace.structures.low_rank:LowRankCurvature")
 STRUCTURES.refer("ekfac", "laplace.structures.ekfac:EkfacCurvature")
 STRUCTURES.refer("lowrank_kron", "laplace.structures.lowrank_kron:LowRankKronCurvature")
 STRUCTURES.refer("matrix_free", "laplace.structures.matrix_free:MatrixFreeCurvature")
+
+FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
+FAMILIES.refer("sod", "laplace.structures.gp.subset:SubsetCurvature")
+FAMILIES.refer("nystrom", "laplace.structures.gp.nystrom:NystromCurvature")
+FAMILIES.refer("variational", "laplace.function_space.variational:VariationalCurvature")

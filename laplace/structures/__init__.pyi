@@ -13,6 +13,7 @@ from laplace.structures.lowrank_kron import LowRankKronCurvature
 from laplace.structures.matrix_free import MatrixFreeCurvature
 from laplace.structures.precision import Precision
 
+FAMILIES: Registry[type[Curvature]]
 STRUCTURES: Registry[type[Curvature]]
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DenseDefaults",
     "DiagCurvature",
     "EkfacCurvature",
+    "FAMILIES",
     "FullCurvature",
     "KronCurvature",
     "LowRankCurvature",

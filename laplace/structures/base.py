@@ -22,7 +22,6 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
 from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
 
@@ -147,7 +146,6 @@ class Curvature(ABC):
         is_variational: Whether `refine(method="variational")` supports this structure.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
-        by_hand: Form in which it can be assigned and summed in a loop of your own; None if it cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
@@ -172,7 +170,6 @@ class Curvature(ABC):
     is_variational: bool = False
     refined_by_kernels: bool = False
     holds_every_input: bool = True
-    by_hand: ByHand | None = None
     separation: Separation[Any] | None = None
     is_wide: bool = False
     asks_network: bool = False

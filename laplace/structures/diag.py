@@ -30,7 +30,6 @@ from laplace.structures.base import (
     nonnegative,
     other_structure,
 )
-from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
@@ -133,7 +132,6 @@ class DiagCurvature(AdditiveCurvature):
     values: Tensor  # `[E, P]`
     name = "diag"
     holds_every_input = False
-    by_hand = TensorByHand(square=False)
     separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True

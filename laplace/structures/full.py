@@ -48,7 +48,6 @@ from laplace.structures.base import (
     other_structure,
     require_finite,
 )
-from laplace.structures.by_hand import TensorByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.dual import JointPrecision, ProjectedScan, Rows, left_of
 from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
@@ -115,7 +114,6 @@ class FullCurvature(AdditiveCurvature):
     signed: bool = False  # Whether negative eigenvalues are meant; else they are rounding, and zero
     name = "full"
     matrix_dims = 3
-    by_hand = TensorByHand(square=True)
     options = FullOptions
     is_exact = True
     is_variational = True

@@ -41,7 +41,6 @@ from laplace.structures.base import (
     linked,
     other_structure,
 )
-from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.linalg import power
 from laplace.structures.precision import (
@@ -443,7 +442,6 @@ class KronCurvature(AdditiveCurvature):
     parts: KronParts  # The factors
     name = "kron"
     matrix_dims = _INPUT_DIMS
-    by_hand = KronByHand()
     separation = KronSeparation()
     needs_columns = True
     is_variational = True

@@ -26,7 +26,7 @@ from laplace.core.arguments import CheckedConstructor, check_counts, checked
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
-from laplace.curvature import CurvatureInterface
+from laplace.curvature.interface import CurvatureInterface
 from laplace.enums import (
     HessianStructure,
     Likelihood,

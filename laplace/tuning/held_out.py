@@ -29,7 +29,7 @@ from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
-from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
+from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
 from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn

@@ -26,13 +26,8 @@ FURTHER = {
     "structures": """
 from laplace.core.registry import Registry
 
-STRUCTURES: Registry[type[Curvature]]
-""",
-    "function_space": """
-from laplace.core.registry import Registry
-from laplace.structures import Curvature
-
 FAMILIES: Registry[type[Curvature]]
+STRUCTURES: Registry[type[Curvature]]
 """,
     "weights": """
 from laplace.core.registry import Registry

@@ -15,7 +15,7 @@ from laplace import KronLaplace, Laplace
 from laplace.compat.kron import Kron, KronDecomposed
 from laplace.errors import InvalidArgument
 from laplace.structures.kron import KronCurvature, KronPrecision
-from laplace.structures.users_precision import precision_of_factors
+from laplace.contract.users_precision import precision_of_factors
 from tests import problems as catalogue
 from tests.conformance.cases import SUBNETWORKS, Case, few, priors
 from tests.conformance.dense_posterior import Dense

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.contract.by_hand import form_of, known_form
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.posterior.posterior import Fitted, ManualFit, Posterior, form_of
+from laplace.posterior.posterior import Fitted, Posterior
+from laplace.structures.base import Curvature
+from laplace.structures.fit import Fit
+
+
+@dataclass(frozen=True, eq=False)
+class ManualFit:
+    """A fit whose curvature was assigned.
+
+    The structure's curvature is made, of a copy, when something is first computed of it: a loop of `la.H += …` adds to
+    one tensor in place, and nothing is copied for its batches.
+    """
+
+    H: Any
+    structure: type[Curvature]  # Structure of the curvature that it becomes
+    loss_terms: Tensor  # Summed unit negative log likelihood, `[1]`
+    n_data: float = 0  # Number of data, without ignored ones
+    n_outputs: int = 0
+    coverage: Mapping[str, str] = field(default_factory=dict)
+    draws: Tensor | None = None
+
+    @cached_property
+    def complete(self) -> Fit:
+        """The fit with its curvature."""
+        with torch.inference_mode(False), torch.no_grad():
+            curvature = self.structure.from_state(form_of(self.structure).state(self.H, self.n_data))
+        return Fit(curvature, self.loss_terms, self.n_data, self.n_outputs, dict(self.coverage), self.draws)
+
+
+def H_of(posterior: Posterior) -> Any:
+    """The unit curvature as users see it: what was assigned, or the fit's; before a fit zero, or an error."""
+    if posterior.data is None and (form := known_form(posterior.choices.structure)) is not None:
+        return form.zeros(posterior.problem, posterior.hypers.prior_mean.detach())
+    return posterior.require_fitted().active_fit.H
 
 
 def without_data(posterior: Posterior) -> Posterior:

@@ -11,37 +11,44 @@ be computed without the override. `with_users_members` finds the members once pe
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.core import batch as batches
+from laplace.contract.by_hand import TensorByHand, known_form
+from laplace.contract.manual_fit import H_of, checked_H, with_parts, without_data
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import covariance_root
-from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
-from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden, overridden
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import (
+    COVARIANCES,
+    EVIDENCE,
+    HYPERPARAMETERS,
+    MOMENTS,
+    POSTERIOR,
+    is_overridden,
+    overridden,
+    require_positive,
+    require_shape,
+    wrong_shape,
+)
 from laplace.core.precision_policy import widened
-from laplace.core.random_numbers import drawn_seed
+from laplace.core.random_numbers import seeded
 from laplace.curvature.user_backend import summarised, users_call
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.jacobian.jacobian import Jacobian
-from laplace.posterior.manual_fit import checked_H, with_parts, without_data
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures import linalg
-from laplace.structures.base import Curvature, DataPass, other_structure
-from laplace.structures.by_hand import AnyByHand, TensorByHand
+from laplace.structures.base import Curvature, DataPass
 from laplace.structures.fit import Fit
+from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import Form, Precision
-from laplace.structures.users_precision import FixedRootPrecision
 
 if TYPE_CHECKING:
     from laplace.compat.kron import KronDecomposed
@@ -123,6 +130,9 @@ class UsersPosterior(Posterior):
     def keeps_graph(self) -> bool:
         return torch.is_grad_enabled() and (self.overrides(*MOMENTS, *COVARIANCES) or self.follows_hyperparameters)
 
+    def users_pass(self, engine: CurvatureEngine, n_data: int) -> DataPass:
+        return HookedPass(self, engine, n_data)
+
     def sampler(self) -> Sampler:
         return self._users_samples if "sample" in self.users else super().sampler()
 
@@ -138,22 +148,6 @@ class UsersPosterior(Posterior):
             if samples.shape[1] != n_params:
                 raise wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {n_params}")
         return samples
-
-
-def seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:
-    """A user's method with a source of randomness: as an argument if it takes one, else as the global seed."""
-    if generator is None:
-        return method
-    known = inspect.signature(method).parameters.values()
-    if any(p.name == "generator" or p.kind is p.VAR_KEYWORD for p in known):
-        return partial(method, generator=generator)
-
-    def with_seed(*args: Any, **options: Any) -> Any:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(drawn_seed(generator))
-            return method(*args, **options)
-
-    return with_seed
 
 
 def with_users_members(posterior: Posterior, la: Any) -> Posterior:
@@ -201,12 +195,13 @@ def _users_fit(la: Any, plain: Posterior) -> Fit:
         fit = replace(fit, loss_terms=(torch.as_tensor(la.loss).to(terms) / terms.numel()).expand(terms.shape))
     fit = replace(fit, **{name: getattr(la, name) for name in ("n_data", "n_outputs") if is_overridden(la, name)})
     if is_overridden(la, "H"):
-        if not isinstance(structure.by_hand, TensorByHand):
+        form = known_form(structure)
+        if not isinstance(form, TensorByHand):
             raise UnsupportedError(
                 f"class {type(la).__name__} overrides H, which is no tensor for hessian_structure="
                 f"{structure.name!r}; override posterior_precision, or write a structure."
             )
-        values = require_shape(la, "H", la.H, structure.by_hand.shape(plain.problem))
+        values = require_shape(la, "H", la.H, form.shape(plain.problem))
         values = values.to(plain.hypers.prior_mean.detach())
         fit = replace(fit, curvature=structure.from_state({"values": values.unsqueeze(0)}))
     return fit
@@ -318,8 +313,8 @@ def precision_of_moment(la: Any, name: str) -> Precision:
 
 def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed) -> Precision | None:
     """The posterior without a dense matrix, where the fit's curvature has a block for every tensor; else None."""
+    from laplace.contract.users_precision import precision_of_factors
     from laplace.structures.kron import KronCurvature
-    from laplace.structures.users_precision import precision_of_factors
 
     curvature, layout = posterior.fit.curvature, posterior.problem.layout
     if not isinstance(curvature, KronCurvature) or tuple(map(math.prod, value.shapes)) != layout.sizes:
@@ -328,26 +323,6 @@ def _by_factors(la: Any, posterior: Posterior, name: str, value: KronDecomposed)
         return precision_of_factors(value, curvature.parts.blocks, layout, posterior.hypers.dtype)
     except CurvatureError as error:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.") from error
-
-
-def require_positive(la: Any, name: str, value: Tensor) -> Tensor:
-    """The value that a user's member gave, if all of it is positive (`InvalidArgument`)."""
-    if not bool((value > 0).all()):
-        raise InvalidArgument(f"{name} of class {type(la).__name__} holds values that are not positive.")
-    return value
-
-
-def require_shape(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """The value that a user's member gave, if it is a tensor of this shape (`InvalidArgument`)."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        raise wrong_shape(la, name, value, str(list(shape)))
-    return value
-
-
-def wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
-    """The error of a user's member that gave something else than expected."""
-    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")
 
 
 # Fits.
@@ -381,92 +356,10 @@ class HookedPass(DataPass):
             loss, H = self.la._curv_closure(x, y, self.n_data)
             now: Posterior = self.la._posterior
         summary = summarised(self.engine, x, y, torch.as_tensor(loss), "a _curv_closure")
-        total, n_data = now.H, now.require_fitted().source.n_data + summary.count
+        total, n_data = H_of(now), now.require_fitted().source.n_data + summary.count
         total += checked_H(now, H)
         self.summed = with_parts(now, H=total, n_data=n_data)
         return summary
 
     def finish(self) -> Curvature:
         return self.summed.fit.curvature
-
-
-def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
-    """N of a loader, by its data set, or by reading it once (`InvalidArgument` if that is not possible)."""
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, Sized):
-        return len(dataset)
-    batches.require_rereadable(
-        loader, "a fit by _curv_closure, which is told the number of all data, counts them first"
-    )
-    return sum(len(batches.split(batch, dict_key_y)[1]) for batch in loader)
-
-
-# Classes that choose no structure.
-
-
-@dataclass(frozen=True, eq=False)
-class NoStructure(Curvature):
-    """The structure of users' classes that choose none: H is added up, and they say what follows from it."""
-
-    values: Tensor  # H in whatever shape the class gives it
-
-    name = "own"
-    by_hand = AnyByHand()
-
-    @classmethod
-    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        raise UnsupportedError(
-            "a class without a structure has no curvature that fit could sum; define curvature_of(x, y, n_data), or "
-            "_curv_closure(X, y, N), or fit, or bind a structure: `structure = ...` (docs/add_a_structure.md)."
-        )
-
-    def __add__(self, other: Curvature) -> NoStructure:
-        if not isinstance(other, NoStructure):
-            return NotImplemented
-        return NoStructure(self.values + other.values)
-
-    def scaled(self, factor: float) -> NoStructure:
-        return NoStructure(factor * self.values)
-
-    def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> NoStructure:
-        if not isinstance(removed, NoStructure):
-            raise other_structure(self.name, removed.name)
-        return NoStructure(self.values - removed.values)
-
-    @property
-    def n_terms(self) -> int:
-        return 1
-
-    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> UndefinedPrecision:
-        return UndefinedPrecision(prior)
-
-    def public(self) -> Tensor:
-        return self.values
-
-
-def _undefined(name: str) -> Callable[..., Any]:
-    remedy = "define posterior_precision, [P, P] or [P], from which the rest follows, or bind a structure"
-    also = "" if name == "posterior_precision" else f"define {name}; or "
-
-    def method(self: Precision, *given: Any) -> Any:
-        raise UnsupportedError(f"{name} is not known of a class without a structure; {also}{remedy}.")
-
-    return method
-
-
-@dataclass(frozen=True)
-class UndefinedPrecision(Precision):
-    """The precision of a class without a structure: what the class computes itself is never asked of this one."""
-
-    prior: GaussianPrior  # N(μ₀, diag(δ)⁻¹)
-
-    logdet_ratio = _undefined("log_det_posterior_precision")
-    quad = _undefined("square_norm")
-    power = _undefined("posterior_precision")
-    sample = _undefined("sample")
-
-    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        return _undefined("functional_covariance" if form == "joint" else "functional_variance")(self)
-
-    diagonal_of_inverse = _undefined("posterior_variance")
-    to_dense = _undefined("posterior_precision")

@@ -17,6 +17,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import ASSIGNED, KronParts, n_entries
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.structures.base import Curvature
 from laplace.weights.problem import ParameterSlice, Problem
 
 if TYPE_CHECKING:
@@ -174,6 +175,32 @@ class AnyByHand(ByHand):
 
     def state(self, H: Tensor | float, n_data: float) -> dict[str, Any]:
         return {"values": H.clone() if isinstance(H, Tensor) else torch.tensor(H)}
+
+
+FORMS: dict[str, ByHand] = {
+    "full": TensorByHand(square=True),
+    "diag": TensorByHand(square=False),
+    "kron": KronByHand(),
+    "own": AnyByHand(),
+}
+"""Forms by the names of structures; a structure that is derived from one of these has the same."""
+
+
+def known_form(structure: type[Curvature]) -> ByHand | None:
+    """The form in which users assign and sum a structure's curvature; None if they cannot."""
+    names = (vars(base).get("name") for base in structure.__mro__)
+    return next((FORMS[name] for name in names if name in FORMS), None)
+
+
+def form_of(structure: type[Curvature]) -> ByHand:
+    """The same, or `UnsupportedError`."""
+    form = known_form(structure)
+    if form is None:
+        raise UnsupportedError(
+            f"hessian_structure={structure.name!r} has no curvature that could be assigned or summed by hand; use "
+            "'full', 'kron' or 'diag', call fit, or load a state."
+        )
+    return form
 
 
 def _factors(blocks: Sequence[Sequence[Tensor]]) -> list[Tensor]:

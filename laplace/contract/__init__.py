@@ -1,0 +1,1 @@
+"""The older interface's rules for users' classes: members that take effect, and data that are assigned."""
