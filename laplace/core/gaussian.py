@@ -37,6 +37,9 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 _SCALES = 1e-7
 """Share of the mean variance that is added to the squares of the units, so that an output of noise alone is small."""
 
+_NOTHING = 4.0
+"""Units of rounding, per row and of the largest eigenvalue, that count as zero: their root would be noise of √ε."""
+
 _FLAT = 1e-6
 """Eigenvalues of a root below which it has no derivative: twice the root of what float64 leaves of a zero."""
 
@@ -74,7 +77,8 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = eigh(matrix)
-        roots = values.clamp(min=0).sqrt()
+        nothing = _NOTHING * values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
+        roots = values.where(values > nothing, 0.0).sqrt()
         root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
         ctx.save_for_backward(root, roots, vectors)
         return root

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidType
@@ -94,9 +96,26 @@ def global_numbers(generator: torch.Generator | None) -> Iterator[None]:
     if generator is None:
         yield
         return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _DrawnOn(generator.device):
         torch.manual_seed(drawn_seed(generator))
         yield
+
+
+class _DrawnOn(TorchDispatchMode):
+    """Draws on one device whatever is drawn of tensors of others, as distributions do on that of their parameters."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation."""
+        kwargs = kwargs or {}
+        like = next((x for x in args if isinstance(x, Tensor)), None)
+        if like is None or like.device == self.device or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        drawn = func(*tree_map_only(Tensor, lambda tensor: tensor.to(self.device), args), **kwargs)
+        return like.copy_(drawn) if func._schema.is_mutable else drawn.to(like.device)
 
 
 def poisson(rates: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -118,6 +118,14 @@ def test_the_root_moves_as_little_as_what_it_is_of(rounding) -> None:
     assert ((after - before).norm(dim=1) / m.norm(dim=1)).max() < 1e-7 + 10 * rounding
 
 
+def test_the_root_of_a_singular_covariance_is_no_root_of_rounding() -> None:
+    """What a device rounds otherwise moves samples by that, and not by its root."""
+    m = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    covariance = m @ m.mT
+    other = covariance * (1 + 2e-16 * torch.randint(-1, 2, covariance.shape))
+    assert (covariance_root(other) - covariance_root(covariance)).abs().max() < 1e-13
+
+
 def test_the_root_of_independent_outputs_needs_no_decomposition(monkeypatch) -> None:
     """It is the same one, also where some rows do not vary; a graph leads to all entries."""
     variances = torch.tensor([[1e-9, 4.0, 0.0], [9.0, 1e4, 1.0]], dtype=torch.float64)

@@ -22,6 +22,9 @@ SEEN: Counter[str] = Counter()
 
 _CPU = torch.device("cpu")
 
+_GLOBAL_SEED = 12
+"""Where the global generator of the device starts, every time: it does not have the CPU's numbers."""
+
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_linalg_check_errors", "_unique2"}
 """Operations whose results, or the sizes of these, the host waits for."""
 _READS |= {"unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
@@ -174,6 +177,7 @@ class _Operation:
     def __init__(self, op: Any) -> None:
         self.name = op.name().split("::")[1].split(".")[0]
         self.writes = op._schema.is_mutable
+        self.draws = torch.Tag.nondeterministic_seeded in op.tags
         self.takes_numbers = torch.Tag.pointwise in op.tags or self.name in _TAKE_NUMBERS
 
 
@@ -199,11 +203,21 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{about.name}: expected a generator of {NAME}, and one of the cpu was given")
     if about.name in _READS:
         SEEN[about.name] += 1
+    if about.draws and goes_there and not any(isinstance(x, _CpuGenerator) for x in flat):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_GLOBAL_SEED)
+            return _run(op, args, kwargs, others, hosts, goes_there)
+    return _run(op, args, kwargs, others, hosts, goes_there)
+
+
+def _run(op: Any, args: Any, kwargs: Any, others: list[OtherTensor], hosts: list[Tensor], goes_there: bool) -> Any:
+    """Runs an operation on the CPU's tensors."""
+    asked = kwargs.get("device")
     on_host = {key: _raw(value) for key, value in kwargs.items() if key != "pin_memory"}
     if asked is not None:
         on_host["device"] = _CPU
     result = op(*_raw(args), **on_host)
-    if about.writes:
+    if _operation(op).writes:
         for wrapper in others:
             if wrapper.shape != wrapper.raw.shape or wrapper.stride() != wrapper.raw.stride():
                 wrapper.takes_over(wrapper.raw)
