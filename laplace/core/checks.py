@@ -106,9 +106,9 @@ def where_not_finite(values: Tensor) -> str:
     return f" at row {int(bad.nonzero()[0])}{more}, of {len(bad)} rows that count, from 0"
 
 
-def are_finite(values: Tensor) -> Tensor:
+def are_finite(values: Tensor, *others: Tensor) -> Tensor:
     """True, 0-dim, if all values are finite: 0 · ∞ and 0 · NaN are NaN, which spreads in a sum."""
-    return (values * 0).sum() == 0
+    return sum([(other * 0).sum() for other in others], (values * 0).sum()) == 0
 
 
 def are_numbers(values: Tensor) -> Tensor:

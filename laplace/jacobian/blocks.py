@@ -212,6 +212,11 @@ class Block(ABC):
         """Where it is."""
         return self.bound().device
 
+    @property
+    def is_constant(self) -> bool:
+        """True if it is known that every datum has the same Jacobian."""
+        return False
+
     @abstractmethod
     def dense(self) -> Tensor:
         """`[K, B, p]`."""

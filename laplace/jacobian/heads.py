@@ -115,6 +115,10 @@ class Head(Block):
     def device(self) -> torch.device:
         return self.features.device
 
+    @property
+    def is_constant(self) -> bool:
+        return self.is_bias
+
     @abstractmethod
     def at(self, data: slice | Tensor) -> Head:
         """The block of some of the data: a slice, or indices `[n]`."""

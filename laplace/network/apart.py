@@ -19,15 +19,15 @@ from laplace.network.tree import modules_of
 
 # The copy has modules, tables of parameters, buffers and submodules, hooks, containers and a training mode of its own;
 # parameters and all other objects are shared. Whoever runs it can put other tensors in its tables, hang hooks on it and
-# let it write buffers and attributes: the network stays as it is, and other threads may call it meanwhile. Made anew
-# for every block of passes, a copy needs no lock, and no look at what the user has changed since.
+# let it write buffers and attributes: the network stays as it is, and other threads may call it meanwhile. A copy needs
+# no lock: a block of passes has one that is made anew, or one that no other has (`laplace.network.plain`).
 #
 # What refers to modules of the tree is made to refer to the copies: attributes, hooks, methods that are bound to a
 # module, partial functions, variables of functions, weak references. What does so from within an object of another
 # kind, and the kinds of modules below, take the network itself, with a lock (`laplace.network.model_guard`).
 
 _OWN = frozenset(vars(nn.Module()))
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 _PLAIN = (
     type(None),
     bool,
@@ -42,7 +42,7 @@ _PLAIN = (
     torch.device,
     torch.Size,
 )
-_ATOMS = frozenset(_PLAIN)
+ATOMS = frozenset(_PLAIN)
 _CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
 
 _MOST, _DEPTH, _NEAR = 1024, 6, 3
@@ -86,11 +86,12 @@ def _fill(twin: nn.Module, module: nn.Module, move: _Move) -> None:
     """Gives a copy what its original has."""
     own = module.__dict__.copy()
     for name in filterfalse(_OWN.__contains__, own):
-        if type(own[name]) not in _ATOMS:
+        if type(own[name]) not in ATOMS:
             own[name] = move(own[name])
     own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
+    own["_non_persistent_buffers_set"] = own["_non_persistent_buffers_set"].copy()
     own["_modules"] = {name: move.twins.get(id(child)) for name, child in own["_modules"].items()}
-    for name in _HOOKS:
+    for name in HOOKS:
         own[name] = OrderedDict([(key, move(hook)) for key, hook in own[name].items()] if own[name] else ())
     own[_ORIGINAL] = weakref.ref(original(module))
     twin.__dict__.update(own)
@@ -127,7 +128,7 @@ class _Move:
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         if isinstance(value, nn.Module):
             return self.twins.get(id(value), value)
@@ -225,7 +226,12 @@ def needs_itself(model: nn.Module, call: object = None) -> bool:
     known = _VERDICTS.get(model)
     if known is None or known[0] != form:
         known = _VERDICTS[model] = form, _is_held(modules)
-    return known[1] or (call is not None and _Search(modules).leads(call))
+    return known[1] or leads_to(modules, call)
+
+
+def leads_to(modules: list[nn.Module], call: object) -> bool:
+    """True if the function that calls a network, None for the default, could reach modules of it past a copy."""
+    return call is not None and _Search(modules).leads(call)
 
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, tuple[list[tuple[int, ...]], bool]] = weakref.WeakKeyDictionary()
@@ -234,7 +240,7 @@ _VERDICTS: weakref.WeakKeyDictionary[nn.Module, tuple[list[tuple[int, ...]], boo
 def _form(module: nn.Module) -> tuple[int, ...]:
     """What tells that a module may hold other things than it did."""
     own = module.__dict__
-    held = [id(value) for value in islice(own.values(), len(_OWN), None) if type(value) not in _ATOMS]
+    held = [id(value) for value in islice(own.values(), len(_OWN), None) if type(value) not in ATOMS]
     return id(module), len(own), *module._forward_hooks, *module._forward_pre_hooks, *held
 
 
@@ -248,7 +254,7 @@ def _is_held(modules: list[nn.Module]) -> bool:
         search.leads(value, past_copies=True)
         for module in modules
         for name, value in module.__dict__.items()
-        if (value and name in _HOOKS if name in _OWN else type(value) not in _ATOMS)
+        if (value and name in HOOKS if name in _OWN else type(value) not in ATOMS)
     )
 
 
@@ -282,7 +288,7 @@ class _Search:
             return True
         if id(value) in self.inside:
             return not past_copies
-        if kind in _ATOMS or depth >= _DEPTH or (id(value), past_copies) in self._seen:
+        if kind in ATOMS or depth >= _DEPTH or (id(value), past_copies) in self._seen:
             return False
         self._seen[id(value), past_copies] = value
         return any(self.leads(part, depth + 1, past_copies=past_copies) for part in _parts_moved(value)) or any(

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
-from laplace.network.apart import copied, copies_of, needs_itself, original
+from laplace.network.apart import copied, copies_of, leads_to, needs_itself, original
+from laplace.network.plain import PlainNetwork, plain
 from laplace.network.tree import modules_of, tensors_of
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, tuple[int, threading.RLock]] = weakref.WeakKeyDictionary()
@@ -33,7 +34,7 @@ _FUSED: list[bool] = []
 
 def model_lock(model: nn.Module) -> AbstractContextManager[object]:
     """For every reader of parameters of networks that run as they are: another thread may have put others there."""
-    return _held(_locks_of(modules_of(model))) if _LOCKS else _AS_IT_IS
+    return _held(_locks_of(modules_of(model))) if _LOCKS else AS_IT_IS
 
 
 def _locks_of(modules: list[nn.Module], *, new: bool = False) -> list[threading.RLock]:
@@ -178,7 +179,12 @@ def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
         call: The function that calls it, if it is the user's: it may know the network by other ways.
     """
     model = original(model)
-    with _same_numbers(model), _one_network(model):
+    known = plain(model)
+    with _same_numbers(model), _one_network(model, known):
+        if known is not None and not leads_to(modules_of(model), call):
+            with known.copy(model) as own:
+                yield own
+            return
         if not needs_itself(model, call):
             yield copied(model)
             return
@@ -208,14 +214,18 @@ def users_own(model: nn.Module) -> Iterator[None]:
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
+def _attends(modules: list[nn.Module]) -> bool:
+    return any(isinstance(module, _ATTENTION) for module in modules)
+
+
 @contextmanager
-def _one_network(model: nn.Module) -> Iterator[None]:
+def _one_network(model: nn.Module, known: PlainNetwork | None = None) -> Iterator[None]:
     """Turns PyTorch's fused encoder layers off, which run without gradients only and give zeros where data are padded.
 
     With them a network would be one function where it is differentiated and another where it is not. The switch is one
     of the process: the first call in any thread turns it, the last one puts it back.
     """
-    if not any(isinstance(module, _ATTENTION) for module in modules_of(model)):
+    if not (_attends(modules_of(model)) if known is None else known.found(model, _attends)):
         yield
         return
     with _GUARD:
@@ -272,7 +282,7 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
 _AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
-_AS_IT_IS = nullcontext()
+AS_IT_IS = nullcontext()
 
 
 def own_precision() -> AbstractContextManager[object]:
@@ -281,7 +291,7 @@ def own_precision() -> AbstractContextManager[object]:
     A network that enters autocast in its own forward pass still does.
     """
     kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    return _without_autocast(kinds) if kinds else _AS_IT_IS
+    return _without_autocast(kinds) if kinds else AS_IT_IS
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from laplace.network.model_guard import (
     same_numbers,
     same_random_state,
 )
+from laplace.network.plain import plain
 from laplace.network.tree import modules_of, named_modules_of
 
 ROWS, _WHOLE = 2, 64
@@ -473,21 +474,22 @@ class ModelState:
     def of(cls, model: nn.Module, call: object = None) -> ModelState:
         """That of a model now, and of the function that calls it."""
         with model_lock(model):
-            modules = modules_of(model)
-            whole = _tensors(modules)
+            known = plain(model)
+            if known is None:
+                modules = modules_of(model)
+                found, tables = _settings_of(modules), [module._buffers for module in modules]
+            else:
+                found, tables = known.found(model, _settings_of), known.buffers
+            whole = _each_once(found.parameters, tables)
             tensors = local_parts(whole)
             if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
                 return cls(_versions(tensors), _norms(tensors), None)
-            found = _Settings()
-            for module in modules:
-                children = [(name, id(child)) for name, child in module._modules.items()] if module._modules else ()
-                found.entries.append((type(module), *children))
-                for name, value in vars(module).items():
-                    if name not in _OWN or (value and name not in _NO_HOOKS):
-                        found.add(name, value, 0)
-            found.add("", call, 0)
-            settings = (*found.entries, _versions(found.tensors))
-            return cls(_versions(tensors), _norms(tensors), settings, _norms(found.tensors))
+            of_call = _Settings()
+            if call is not None:
+                of_call.add("", call, 0)
+            held = [*found.tensors, *of_call.tensors]
+            settings = (found.entries, of_call.entries, _versions(held))
+            return cls(_versions(tensors), _norms(tensors), settings, _norms(held))
 
     def same_as(self, other: ModelState) -> bool:
         """True if the settings are equal, and the tensors are the same and were not written to."""
@@ -501,11 +503,12 @@ class ModelState:
 
 
 class _Settings:
-    """Values and tensors in the order in which they were met."""
+    """Values and tensors in the order in which they were met, and parameters, each once."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.tensors: list[Tensor] = []
+        self.parameters: list[Tensor] = []
         self._seen: dict[int, object] = {}
 
     def add(self, name: object, value: Any, depth: int) -> None:
@@ -524,6 +527,19 @@ class _Settings:
             if depth < _OBJECT and not isinstance(value, (nn.Module, type, ModuleType, BuiltinFunctionType)):
                 for key, part in getattr(value, "__dict__", {}).items():
                     self.add(key, part, max(depth + 1, _OBJECT))
+
+
+def _settings_of(modules: list[nn.Module]) -> _Settings:
+    found = _Settings()
+    reshard(modules)
+    found.parameters = _parameters(modules)
+    for module in modules:
+        children = [(name, id(child)) for name, child in module._modules.items()] if module._modules else ()
+        found.entries.append((type(module), *children))
+        for name, value in vars(module).items():
+            if name not in _OWN or (value and name not in _NO_HOOKS):
+                found.add(name, value, 0)
+    return found
 
 
 def _parts(value: Any) -> list[tuple[object, Any]]:
@@ -716,9 +732,18 @@ class ModelWatch:
 def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Parameters, then buffers, of modules, each once."""
     reshard(modules)
-    parameters = [t for module in modules if module._parameters for t in module._parameters.values() if t is not None]
-    buffers = [t for module in modules if len(module._buffers) for t in module._buffers.values() if t is not None]
-    return [t for own in (parameters, buffers) for t in dict(zip(map(id, own), own, strict=True)).values()]
+    return _each_once(_parameters(modules), [module._buffers for module in modules])
+
+
+def _parameters(modules: list[nn.Module]) -> list[Tensor]:
+    tables = (module._parameters for module in modules)
+    return list({id(t): t for table in tables if table for t in table.values() if t is not None}.values())
+
+
+def _each_once(parameters: list[Tensor], tables: list[dict[str, Tensor | None]]) -> list[Tensor]:
+    """Parameters, then the buffers of tables, each once."""
+    buffers = {id(t): t for table in tables if len(table) for t in table.values() if t is not None}
+    return [*parameters, *buffers.values()] if buffers else parameters
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:

@@ -242,7 +242,7 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
 
 def _checked(gaussian: Gaussian) -> Gaussian:
     require(
-        checks.are_finite(gaussian.mean) & checks.are_finite(gaussian.variance),
+        checks.are_finite(gaussian.mean, gaussian.variance),
         lambda: InvalidData(
             f"the network's outputs or their variances are NaN or infinite{checks.where_not_finite(gaussian.mean)}; "
             "look at the inputs and at the network's weights. Where those are right the variances are beyond the range "

@@ -390,7 +390,7 @@ def noise_like(squares: Tensor, former: Tensor) -> Tensor:
 def _finite(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of y, if both are finite: an inverse link may take outputs beyond the range of their dtype."""
     checks.require(
-        checks.are_finite(mean) & checks.are_finite(variance),
+        checks.are_finite(mean, variance),
         lambda: InvalidData(
             "means or variances of the targets are NaN or infinite; look at the inputs. Where those are right the "
             "outputs, or their variances, are beyond the range of the dtype: raise prior_precision."

@@ -21,7 +21,7 @@ from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.targets import Decomposition, Target
-from laplace.network.model_guard import autograd_mode
+from laplace.network.model_guard import AS_IT_IS, autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
 from laplace.predictive.options import PredictOptions
 
@@ -42,8 +42,11 @@ class LazyQuantity(property):
             return self
         if self.name in owner.__dict__:
             return owner.__dict__[self.name]
-        with autograd_mode(), torch.set_grad_enabled(owner.create_graph):
-            # Of two threads that read one object at once the first has its result kept; both drew the same numbers.
+        # Of two threads that read one object at once the first has its result kept; both drew the same numbers.
+        mode, graph = autograd_mode(), owner.create_graph
+        if mode is AS_IT_IS and torch.is_grad_enabled() == graph:  # as where one quantity reads another
+            return owner.__dict__.setdefault(self.name, self.compute(owner))
+        with mode, torch.set_grad_enabled(graph):
             return owner.__dict__.setdefault(self.name, self.compute(owner))
 
 

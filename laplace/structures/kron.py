@@ -376,9 +376,19 @@ class EigenBlock:
     def _variances(self) -> Tensor:
         return 1 / self.values
 
+    @cached_property
+    def _constants(self) -> dict[tuple[Form, bool], Tensor]:
+        """Variances by Jacobians that are those of every datum, as they were asked for."""
+        return {}
+
     def variance(self, block: Block, form: Form, *, wide: bool) -> Tensor:
         """J P⁻¹ Jᵀ, as of `Precision.variance`."""
-        return weighted(self.spectrum.project(block), self._variances, form, wide=wide)
+        if not block.is_constant or form == "joint" or self.values.requires_grad:
+            return weighted(self.spectrum.project(block), self._variances, form, wide=wide)
+        if (form, wide) not in self._constants:
+            own = weighted(self.spectrum.project(block.at(slice(0, 1))), self._variances, form, wide=wide)
+            self._constants[form, wide] = own
+        return self._constants[form, wide].expand(block.n_data, *[-1] * (1 if form == "diagonal" else 2))
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         """P^exponent v of vectors `[..., p]`."""

@@ -1,0 +1,191 @@
+"""Plain networks: what was found out of one holds while it has the same modules, and its copies are used again.
+
+Of most networks modules hold submodules, tensors, numbers, and short containers of these. Whether such a network is the
+one that it was takes one comparison of identities per thing that it holds, in no loop of Python. Others are looked
+through, and copied, at every call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from laplace.network.apart import ATOMS, HOOKS, copied, copies_of, needs_itself
+from laplace.network.fsdp import has_sharded_weights
+from laplace.network.tree import modules_of
+
+T = TypeVar("T")
+
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
+_MOST = 1024
+"""Entries of a container of a plain network."""
+
+_WRITTEN = _CONTAINERS - {tuple}
+_TABLES = frozenset(HOOKS) | {"_parameters", "_buffers", "_modules"}
+
+_NOTES = "_notes_of_laplace"
+"""Attribute of a copy's modules that holds what was found out of it."""
+
+
+class Held:
+    """What modules hold, buffers apart, to see later whether they hold the same.
+
+    Args:
+        modules: Those of a plain network, or of a copy, each once; they are not kept.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._own = [module.__dict__ for module in modules]
+        self._hooks = [own[name] for own in self._own for name in HOOKS]
+        self._parts = [table for own in self._own for table in (own["_parameters"], own["_modules"]) if table]
+        self._empty = [table for own in self._own for table in (own["_parameters"], own["_modules"]) if not table]
+        self._containers = [
+            value for own in self._own for name, value in own.items() if name not in _TABLES and type(value) in _WRITTEN
+        ]
+        # Tables compare by identity first, and plain values by what they are.
+        self._then = [own.copy() for own in self._own]
+        self._keys, self._values = list(chain.from_iterable(self._parts)), self._present()
+        self._contents = [value.copy() for value in self._containers]
+
+    def is_same(self) -> bool:
+        """True if the tables are the very same, with the same parameters and modules, equal values, and no hooks."""
+        if self._own != self._then or any(self._hooks) or any(self._empty) or self._containers != self._contents:
+            return False
+        now = self._present()
+        return len(now) == len(self._values) and all(map(is_, now, self._values)) and self._names_are_same()
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._parts)))
+
+    def _names_are_same(self) -> bool:
+        return list(chain.from_iterable(self._parts)) == self._keys
+
+
+class PlainNetwork:
+    """What is known of a plain network, and copies of it that no call has at the moment.
+
+    Attributes:
+        buffers: Tables of the buffers of every module.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._held, self._types = Held(modules), list(map(type, modules))
+        self._below = modules[1:]  # without the network, which nothing here keeps alive
+        self._copies: list[_Copy] = []
+        self._found: dict[Any, Any] = {}
+        self.buffers = [module._buffers for module in modules]
+
+    def is_same(self, model: nn.Module) -> bool:
+        """True if the network still holds what it did."""
+        return [type(model), *map(type, self._below)] == self._types and self._held.is_same()
+
+    def found(self, model: nn.Module, look: Callable[[list[nn.Module]], T]) -> T:
+        """What a look at the modules finds, at all but their buffers; it is taken once."""
+        if look not in self._found:
+            self._found[look] = look([model, *self._below])
+        return self._found[look]
+
+    @contextmanager
+    def copy(self, model: nn.Module) -> Iterator[nn.Module]:
+        """A copy in evaluation mode, for one block alone; one that the block has changed is not used again."""
+        try:
+            copy = self._copies.pop()  # in one step, whatever other threads do
+        except IndexError:
+            copy = _Copy(model)
+        copy.fill(self.buffers)
+        yield copy.module
+        if copy.is_same():
+            self._copies.append(copy)
+
+
+class _Notes(dict[str, Any]):
+    """What was found out of a copy, which is no part of it."""
+
+
+class _Copy:
+    """A copy of a plain network that is used again and again, with memory of its own for buffers every time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copied(model)
+        modules = modules_of(self.module)
+        self.module.__dict__[_NOTES] = _Notes()
+        self._buffers = [module._buffers for module in modules]
+        self._held = Held(modules)
+
+    def fill(self, tables: list[dict[str, Tensor | None]]) -> None:
+        """Copies the network's present buffers."""
+        full = [(own, table) for own, table in zip(self._buffers, tables, strict=True) if table or own]
+        if not full:
+            return
+        held = {id(buffer): buffer for _, table in full for buffer in table.values() if buffer is not None}
+        copies = dict(zip(held, copies_of(list(held.values())), strict=True))
+        for own, table in full:
+            own.clear()
+            own.update({key: None if buffer is None else copies[id(buffer)] for key, buffer in table.items()})
+
+    def is_same(self) -> bool:
+        """True if nothing was written to the copy but its buffers, which are given up."""
+        for own in self._buffers:
+            own.clear()
+        return self._held.is_same()
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, PlainNetwork | int] = weakref.WeakKeyDictionary()
+"""Plain networks; of others, how many times they pass as such until the next look."""
+
+_PASSES = 64
+
+
+def plain(model: nn.Module) -> PlainNetwork | None:
+    """What is known of a network, if it is a plain one that can be copied; else None."""
+    known = _KNOWN.get(model, 0)
+    if isinstance(known, PlainNetwork):
+        if known.is_same(model):
+            return known
+    elif known > 0:
+        _KNOWN[model] = known - 1
+        return None
+    modules = modules_of(model)
+    is_plain = all(map(_is_plain, modules)) and not any(model in module._modules.values() for module in modules)
+    if not is_plain or has_sharded_weights(model) or needs_itself(model):
+        _KNOWN[model] = _PASSES
+        return None
+    network = _KNOWN[model] = PlainNetwork(modules)
+    return network
+
+
+def notes(module: nn.Module) -> dict[str, Any] | None:
+    """Where to keep what was found out of a copy that is used again; None of other networks."""
+    return module.__dict__.get(_NOTES)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """True if nothing that a module holds leads to other modules but the table of its own, and no hook is on it."""
+    own = module.__dict__
+    if not own.keys() >= _OWN or any(own[name] for name in HOOKS):
+        return False
+    return all(map(_holds_little, (value for name, value in own.items() if name not in _OWN)))
+
+
+def _holds_little(value: Any) -> bool:
+    """True of a value without parts, and of a container of such values."""
+    if type(value) not in _CONTAINERS:
+        return _is_single(value)
+    return len(value) <= _MOST and all(map(_is_single, value.values() if isinstance(value, dict) else value))
+
+
+def _is_single(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, Tensor):  # which says of every entry whether it is equal
+        return False
+    is_plain_function = kind is FunctionType and not value.__closure__ and not value.__dict__
+    return kind in ATOMS or kind is BuiltinFunctionType or is_plain_function
