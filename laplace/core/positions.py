@@ -243,7 +243,7 @@ class OutputChoice:
             raise self._of_other_rows(f"{n_rows} rows")
 
     def noise(self, sigma: Tensor) -> Tensor:
-        """Σ of the chosen outputs, 0-dim or `[K]`, of a noise 0-dim or `[C]`."""
+        """σ of the chosen outputs, 0-dim or `[K]`, of a noise 0-dim or `[C]`."""
         if sigma.ndim == 0:
             return sigma
         if self.indices is None or not self.is_shared:

@@ -271,7 +271,7 @@ def sampler(
             positions = parts[0][0].positions
 
             def exact(thetas: Tensor) -> Tensor:
-                """F + J (θ_s − θ*)."""
+                """f + J (θ_s − θ*)."""
                 rows = [f.to(widest(f)) + jacobian.apply(thetas - mean) for jacobian, f in parts]
                 return unrolled(torch.cat(rows, 1), positions, 1)
 

@@ -400,7 +400,7 @@ class DualPrecision(Precision):
 
     @abstractmethod
     def weights_of(self, i: int) -> Tensor:
-        """W of the outputs of a dual."""
+        """w of the outputs of a dual."""
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
@@ -469,7 +469,7 @@ class DualPrecision(Precision):
 
     @property
     def setting(self) -> tuple[Tensor, Tensor]:
-        """W and δ, 0-dim, in the units of `bases`."""
+        """w and δ, 0-dim, in the units of `bases`."""
         if self.is_scalar:
             return self.weights[0], self.prior.precision[0]
         one = torch.ones((), dtype=wide_dtype(self.weights.device), device=self.weights.device)

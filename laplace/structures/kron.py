@@ -194,7 +194,7 @@ class KronPrecision(Precision):
         return values
 
     def _dense_block(self, i: int, *, projected: bool = False) -> Tensor:
-        """S H + diag(δ) of a dense block with a varying prior, float64; `projected`: without the rounding of H."""
+        """s·H + diag(δ) of a dense block with a varying prior, float64; `projected`: without the rounding of H."""
         matrix, prior = self.spectra[i].matrix, self._priors[i]
         if matrix is None:
             return torch.diag(self._values(i))

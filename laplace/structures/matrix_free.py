@@ -99,7 +99,7 @@ class HeldBatch:
         return replace(self, count=factor * self.count)
 
     def weighted(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """W Λ f of outputs `[..., B, C]`, W = diag(w) with w `[C]`, or `[1]` for all."""
+        """diag(w) Λ f of outputs `[..., B, C]`, with w `[C]`, or `[1]` for all."""
         return self.count * weights.to(outputs) * self.hessian.times(outputs.to(self.hessian.diag)).to(outputs)
 
     def rooted(self, noise: Tensor, weights: Tensor) -> Tensor:

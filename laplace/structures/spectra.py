@@ -116,7 +116,7 @@ class BlockSpectrum:
 
     @property
     def size(self) -> int:
-        """P."""
+        """p, the entries of the block."""
         return self.values.numel()
 
     @property
