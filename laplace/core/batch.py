@@ -538,7 +538,7 @@ def require_rereadable(loader: Iterable[Any], reader: str) -> None:
     if isinstance(loader, Iterator):
         raise InvalidArgument(
             f"{reader}, but the loader, a {type(loader).__name__}, can be read only once; give a DataLoader or a list "
-            "of "
+            "of batches."
         )
 
 

@@ -86,6 +86,18 @@ def test_errors_are_the_library_s_own() -> None:
     assert {name for _, name in wrong} <= {"ImportError"}, wrong
 
 
+def test_no_message_is_cut_off() -> None:
+    wrong = []
+    for path, node in nodes(ast.Raise):
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+        ends = [
+            part.values[-1] for part in parts if isinstance(part.up, ast.Call) and part.up is node.exc and part.values
+        ]
+        ends += [part for part in getattr(node.exc, "args", []) if isinstance(part, ast.Constant)]
+        wrong += [where(path, end) for end in ends if isinstance(end, ast.Constant) and str(end.value).endswith(" ")]
+    assert not wrong
+
+
 def test_warnings_go_through_one_function() -> None:
     """`laplace.errors.warn` knows which line of the user's code they belong to."""
     wrong = []
