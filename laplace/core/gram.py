@@ -27,6 +27,9 @@ _CROWDED, _APART = 1024, 64
 _WIDE_BYTES = 32 * 2**20
 """Bytes of float64 columns that are multiplied at once."""
 
+_CACHED_BYTES = 2**21
+"""Bytes of rows that a CPU widens at once: they stay in its cache, and the next ones take the same memory."""
+
 
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
@@ -103,8 +106,35 @@ def group_gram(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
     if dtype is None or dtype == x.dtype:
         return _group_gram(rows)
-    step = max(1, bytes_at_once(_WIDE_BYTES, x.device) // (8 * max(1, rows.shape[1:].numel())))
-    return reduce(torch.add, (_group_gram(part.to(dtype)) for part in rows.split(step)))
+    step = max(1, bytes_at_once(_CACHED_BYTES, x.device) // (8 * max(1, rows.shape[1:].numel())))
+    parts = (part.to(dtype) for part in rows.split(step))
+    if operations_are_dear(x.device) or not _has_triangle(rows):
+        return reduce(torch.add, map(_group_gram, parts))
+    total = x.new_zeros(rows.shape[-1], rows.shape[-1], dtype=dtype)
+    for part in parts:
+        _add_triangle(total, part[:, :, 0])
+    return mirror(total).unsqueeze(0)
+
+
+def _has_triangle(rows: Tensor) -> bool:
+    """True if the lower triangle of the sum over rows `[N, T, G, D]` is worth being mirrored."""
+    return rows.shape[-2] == 1 and rows.shape[-1] > _NARROW
+
+
+def _add_triangle(total: Tensor, x: Tensor) -> None:
+    """`add_gram` of x `[N, T, D]`; columns of images are not turned first."""
+    if not _are_columns(x):
+        add_gram(total, x.reshape(-1, x.shape[-1]))
+        return
+    step = _block(x.shape[-1])
+    for start in range(0, x.shape[-1], step):
+        columns = x[..., start : start + step]
+        total[start : start + columns.shape[-1], start:].addbmm_(columns.mT, x[..., start:])
+
+
+def _are_columns(x: Tensor) -> bool:
+    """True if all T of one of D follow each other in `[N, T, D]`, as in images."""
+    return x.stride(1) == 1 and x.shape[1] >= _LEAST_BLOCK
 
 
 def _group_gram(rows: Tensor) -> Tensor:
@@ -112,11 +142,15 @@ def _group_gram(rows: Tensor) -> Tensor:
     groups, width = rows.shape[-2:]
     if operations_are_dear(rows.device):
         return gram(rows.flatten(0, 1)[:, 0]).unsqueeze(0) if groups == 1 else _turned(rows)
-    if groups == 1 and width > _NARROW:
-        if rows.stride(1) == 1 and rows.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
-            fast = convolutions_are_fast(rows, rows.shape[1], width)
-            return (_gram_by_convolution if fast else _gram_of_columns)(rows[:, :, 0].mT).unsqueeze(0)
-        return gram(rows.reshape(-1, width)).unsqueeze(0)
+    if _has_triangle(rows):
+        x = rows[:, :, 0]
+        if not _are_columns(x):
+            return gram(x.reshape(-1, width)).unsqueeze(0)
+        if convolutions_are_fast(x, x.shape[1], width):
+            return _gram_by_convolution(x.mT).unsqueeze(0)
+        total = x.new_zeros(width, width)
+        _add_triangle(total, x)
+        return mirror(total).unsqueeze(0)
     if rows.stride(1) == 1 and rows.shape[1] >= max(width, _NARROW):  # the same; the products hold no more than x
         columns = rows.permute(0, 2, 3, 1).flatten(0, 1)  # [N · G, D, T]
         return torch.bmm(columns, columns.mT).unflatten(0, (-1, groups)).sum(0)
@@ -133,18 +167,11 @@ def _turned(rows: Tensor) -> Tensor:
     return torch.bmm(flat, flat.mT)
 
 
-def _gram_of_columns(x: Tensor) -> Tensor:
-    """Σ_bt x_bt x_btᵀ of columns `[B, D, T]`, `[D, D]`."""
-    width = x.shape[1]
-    total, step = x.new_zeros(width, width), _block(width)
-    for start in range(0, width, step):
-        rows = x[:, start : start + step]
-        total[start : start + rows.shape[1], start:].addbmm_(rows, x[:, start:].mT)
-    return mirror(total)
-
-
 def _gram_by_convolution(x: Tensor) -> Tensor:
-    """The same as the gradient of a convolution's weight, whose images and gradients are the columns."""
+    """Σ_bt x_bt x_btᵀ of columns `[B, D, T]`, `[D, D]`, as the gradient of a convolution's weight.
+
+    Its images and gradients are the columns.
+    """
     width, n_columns = x.shape[1:]
     total = x.new_zeros(width, width, 1)
     for part in x.split(max(1, _ROWS // n_columns)):

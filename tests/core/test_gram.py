@@ -56,3 +56,16 @@ def test_rows_of_a_tall_float32_matrix_are_not_added_up_one_by_one(width: int) -
     x = torch.randn(2_000_000 if width == 6 else 100_000, 1, width) + 0.5
     exact = torch.einsum("...gi,...gj->gij", x.double(), x.double())
     assert float((group_gram(x) - exact).norm() / exact.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 1, 70), (5, 7, 2, 6), (0, 3, 1, 70)])
+@pytest.mark.parametrize("columns", [False, True])
+def test_rows_are_widened_a_few_at_a_time(
+    shape: tuple[int, ...], columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products are those of float64; images, whose columns are in a row, are read as they lie."""
+    monkeypatch.setattr("laplace.core.gram._CACHED_BYTES", 8 * 2 * 70 * 7)
+    rows = 100 + torch.randn(shape[0], *shape[2:], 10 * shape[1]).movedim(-1, 1) if columns else torch.randn(shape)
+    total = group_gram(rows, torch.float64)
+    assert total.dtype == torch.float64
+    assert_close(total, torch.einsum("...gi,...gj->gij", rows.double(), rows.double()), "algebra")
