@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,6 +19,7 @@ import torch
 import tqdm
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.apart import copied, copies_of, leads_to, needs_itself, original
@@ -328,6 +330,64 @@ def is_alone() -> bool:
     return all(isinstance(thread, threading._DummyThread | tqdm.TMonitor) for thread in others)
 
 
+class Draws(TorchDispatchMode):
+    """A block that tells the global random numbers that this thread draws from those that others draw meanwhile.
+
+    Attributes:
+        drew: Whether an operation of this thread drew some.
+        others_drew: Whether the state of the CPU's generator has changed by anything else.
+        left: That state after the last draw of this thread.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = self.others_drew = False
+        self.left = torch.default_generator.get_state()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, or the first operation imports PyTorch's compiler."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or given.get("generator") is not None:
+            return func(*args, **given)
+        self.look()
+        result = func(*args, **given)
+        self.drew, self.left = True, torch.default_generator.get_state()
+        return result
+
+    def look(self) -> None:
+        """Notes if others have drawn since the last draw of this thread."""
+        self.others_drew |= not _is_at(self.left)
+
+
+def _is_at(state: Tensor) -> bool:
+    """True if the CPU's generator is in a state; other threads do not run while it is compared."""
+    return torch.default_generator.get_state().numpy().tobytes() == state.numpy().tobytes()
+
+
+def _put_states_back(generators: list[torch.Generator], states: list[Tensor], left: Tensor) -> bool:
+    """Puts states back, unless another thread has drawn since the CPU's generator was in the one that was `left`.
+
+    Such numbers would come twice. Where this thread drew nothing nothing is written. Else no other thread runs Python
+    between the looks and the writing: they change every 5 ms, and have just done so; one that was drawing then has
+    ended before the second look.
+    """
+    if not is_alone():
+        if not torch.equal(states[0], left):
+            time.sleep(0)
+        if not (_is_at(left) and _is_at(left)):
+            return False
+    for generator, state in zip(generators, states, strict=True):
+        if not torch.equal(generator.get_state() if generator.device.type != "cpu" else left, state):
+            generator.set_state(state)
+    return True
+
+
 class _OpenBlocks(threading.local):
     """Blocks of a thread after which random state is to be put back, unless another thread has drawn meanwhile."""
 
@@ -337,18 +397,16 @@ class _OpenBlocks(threading.local):
 
 @dataclass(eq=False)
 class _Block:
-    before: Tensor  # State of the CPU's generator
-    loaded: Tensor | None = None  # That after the last batch of a loader, which draws in this thread
+    left: Tensor  # State of the CPU's generator at the beginning, or after what this thread drew last
     others_drew: bool = False
 
     def compare(self) -> None:
-        """Notes if another thread has drawn since the last batch: nothing of this library does, but what is put back.
+        """Notes if another thread has drawn: nothing of this library does, but what is put back or noted.
 
         Of a process with one thread nobody else has.
         """
-        if not is_alone():
-            then = self.before if self.loaded is None else self.loaded
-            self.others_drew |= not torch.equal(then, torch.default_generator.get_state())
+        if not self.others_drew and not is_alone():
+            self.others_drew = not _is_at(self.left)
 
 
 _OPEN = _OpenBlocks()
@@ -368,63 +426,75 @@ def same_random_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _OPEN.blocks.remove(block)
-        if block.loaded is not None:
-            block.compare()
-        if not block.others_drew:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        if not block.others_drew and not _put_states_back(generators, states, block.left):
+            block.others_drew = True
+        for outer in _OPEN.blocks:
+            outer.others_drew |= block.others_drew
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """A block in which this thread draws global random numbers, which are put back with the rest."""
+    for block in _OPEN.blocks:
+        block.compare()
+    draws = AS_IT_IS if is_alone() else Draws()
+    try:
+        with draws:
+            yield
+    finally:
+        if isinstance(draws, Draws):
+            draws.look()
+        for block in _OPEN.blocks:
+            block.left = torch.default_generator.get_state()
+            block.others_drew |= isinstance(draws, Draws) and draws.others_drew
 
 
 def reading(loader: Iterable[T]) -> Iterator[T]:
-    """Batches of a loader, whose random numbers are told from those that other threads draw meanwhile."""
-    rest: Iterator[T] | None = None
-    while True:
-        for block in _OPEN.blocks:
-            block.compare()
-        try:
-            rest = iter(loader) if rest is None else rest
-            batch = next(rest)
-        except StopIteration:
-            return
-        finally:
+    """Batches of a loader, whose random numbers are told from those that other threads draw meanwhile.
+
+    A loader draws before its first batch. What changes later, as where data are augmented, may be of other threads.
+    """
+    with own_draws():
+        rest = iter(loader)
+        batch = next(rest, _END)
+    while batch is not _END:
+        yield batch  # pyright: ignore[reportReturnType]
+        alone = is_alone()
+        batch = next(rest, _END)
+        if alone:
             for block in _OPEN.blocks:
-                block.loaded = torch.default_generator.get_state()
-        yield batch
+                block.left = torch.default_generator.get_state()
 
 
-_DRAWS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Networks of which passes are known to draw global random numbers."""
-
-
-def known_to_draw(model: nn.Module) -> None:
-    """Notes that passes of a network draw global random numbers, and not another thread meanwhile."""
-    _DRAWS.add(original(model))
-    for block in _OPEN.blocks:
-        block.others_drew, block.loaded = False, torch.default_generator.get_state()
+_END = object()
+_QUIET: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Networks of which a pass was seen to draw no random numbers: most, in evaluation mode."""
 
 
 @contextmanager
 def _same_numbers(model: nn.Module) -> Iterator[None]:
     """Passes of a network, after which random state is as it was, but for what other threads draw.
 
-    Most networks draw nothing in evaluation mode: where the state has changed, and there are other threads, they did.
+    Where there are other threads a network's first passes are watched. Of one that drew nothing then they drew what
+    changes the state later.
     """
-    network, generators = original(model), generators_of(model)
+    network, generators, alone = original(model), generators_of(model), is_alone()
     states = [generator.get_state() for generator in generators]
+    draws = Draws() if not alone and network not in _QUIET else None
     try:
-        yield
+        with draws or AS_IT_IS:
+            yield
     finally:
         if not all(map(torch.equal, states, [generator.get_state() for generator in generators])):
-            if is_alone():
-                _DRAWS.add(network)
-            if network in _DRAWS:
-                for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
-                for block in _OPEN.blocks:
-                    block.loaded = states[0]
-            else:
-                for block in _OPEN.blocks:
-                    block.others_drew = True
+            if draws is not None:
+                draws.look()
+            left = torch.default_generator.get_state() if draws is None else draws.left
+            is_own = alone and is_alone() if draws is None else draws.drew and not draws.others_drew
+            is_back = is_own and _put_states_back(generators, states, left)
+            for block in _OPEN.blocks:
+                block.left, block.others_drew = states[0] if is_back else block.left, block.others_drew or not is_back
+        if draws is not None and not draws.drew:
+            _QUIET.add(network)
 
 
 class _State:

@@ -8,11 +8,13 @@ through, and copied, at every call.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
+from sys import getrefcount
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from laplace.network.apart import ATOMS, HOOKS, copied, copies_of, needs_itself
 from laplace.network.fsdp import has_sharded_weights
-from laplace.network.tree import modules_of
+from laplace.network.tree import Place, modules_of, places_of
 
 T = TypeVar("T")
 
@@ -31,6 +33,9 @@ _MOST = 1024
 
 _WRITTEN = _CONTAINERS - {tuple}
 _TABLES = frozenset(HOOKS) | {"_parameters", "_buffers", "_modules"}
+
+_MOST_COPIES = 8
+"""Copies of a network that are kept."""
 
 _NOTES = "_notes_of_laplace"
 """Attribute of a copy's modules that holds what was found out of it."""
@@ -80,7 +85,7 @@ class PlainNetwork:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._held, self._types = Held(modules), list(map(type, modules))
         self._below = modules[1:]  # without the network, which nothing here keeps alive
-        self._copies: list[_Copy] = []
+        self._copies: deque[_Copy] = deque(maxlen=_MOST_COPIES)
         self._found: dict[Any, Any] = {}
         self.buffers = [module._buffers for module in modules]
 
@@ -97,18 +102,28 @@ class PlainNetwork:
     @contextmanager
     def copy(self, model: nn.Module) -> Iterator[nn.Module]:
         """A copy in evaluation mode, for one block alone; one that the block has changed is not used again."""
-        try:
-            copy = self._copies.pop()  # in one step, whatever other threads do
-        except IndexError:
-            copy = _Copy(model)
+        copy = self._free() or _Copy(model)
         copy.fill(self.buffers)
         yield copy.module
         if copy.is_same():
             self._copies.append(copy)
 
+    def _free(self) -> _Copy | None:
+        """A copy to which nobody refers: what was recorded in a block may still read its modules afterwards."""
+        for _ in range(len(self._copies)):
+            try:
+                copy = self._copies.popleft()  # in one step, whatever other threads do
+            except IndexError:
+                return None
+            if copy.is_free():
+                return copy
+            self._copies.append(copy)
+        return None
 
-class _Notes(dict[str, Any]):
-    """What was found out of a copy, which is no part of it."""
+
+@dataclass(frozen=True, eq=False)
+class _Notes:
+    places: list[Place]
 
 
 class _Copy:
@@ -116,10 +131,15 @@ class _Copy:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = copied(model)
-        modules = modules_of(self.module)
-        self.module.__dict__[_NOTES] = _Notes()
-        self._buffers = [module._buffers for module in modules]
-        self._held = Held(modules)
+        self._modules = modules_of(self.module)
+        self.module.__dict__[_NOTES] = _Notes(places=places_of(self.module))
+        self._buffers = [module._buffers for module in self._modules]
+        self._held = Held(self._modules)
+        self._references = list(map(getrefcount, self._modules))
+
+    def is_free(self) -> bool:
+        """True if nothing refers to one of its modules but itself."""
+        return list(map(getrefcount, self._modules)) == self._references
 
     def fill(self, tables: list[dict[str, Tensor | None]]) -> None:
         """Copies the network's present buffers."""
@@ -133,9 +153,7 @@ class _Copy:
             own.update({key: None if buffer is None else copies[id(buffer)] for key, buffer in table.items()})
 
     def is_same(self) -> bool:
-        """True if nothing was written to the copy but its buffers, which are given up."""
-        for own in self._buffers:
-            own.clear()
+        """True if nothing was written to the copy but its buffers."""
         return self._held.is_same()
 
 
@@ -163,9 +181,10 @@ def plain(model: nn.Module) -> PlainNetwork | None:
     return network
 
 
-def notes(module: nn.Module) -> dict[str, Any] | None:
-    """Where to keep what was found out of a copy that is used again; None of other networks."""
-    return module.__dict__.get(_NOTES)
+def known_places(module: nn.Module) -> list[Place] | None:
+    """Places of the parameters of a copy that is used again; None of other networks."""
+    notes: _Notes | None = module.__dict__.get(_NOTES)
+    return None if notes is None else notes.places
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+Place = tuple[str, nn.Module, str]
+"""Name of a parameter in the network, a module that holds it, and its key there."""
+
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
@@ -32,6 +35,16 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 prefix = f"{name}." if name else ""
                 waiting.extend((prefix + key, child) for key, child in reversed(children.items()) if child is not None)
     return list(modules.values())
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """Every place of a parameter."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, module, key)
+        for prefix, module in named_modules_of(model)
+        for key, tensor in module._parameters.items()
+        if tensor is not None
+    ]
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.core import batch as batches
 from laplace.core import checks
@@ -28,13 +27,14 @@ from laplace.errors import ApproximationWarning, ModelChangedError, ModelChanged
 from laplace.network.apart import is_set
 from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
 from laplace.network.model_guard import (
+    Draws,
     apart,
     autograd_mode,
     generators_of,
     hooks_fire,
     is_alone,
-    known_to_draw,
     model_lock,
+    own_draws,
     same_numbers,
     same_random_state,
 )
@@ -277,7 +277,8 @@ class DeterminismCheck:
         with same_random_state(self.model):
             for _ in range(_PASSES if self._draws else 0):
                 for device in (torch.device("cpu"), *devices):
-                    torch.rand(1, device=device)  # so that the next pass draws others
+                    with own_draws():
+                        torch.rand(1, device=device)  # so that the next pass draws others
                 again = outputs_at(self.model, rows, self._noting)
                 if differ(once, again, self.model):
                     break
@@ -305,11 +306,9 @@ class DeterminismCheck:
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
         if self._draws and not is_alone():  # which may have drawn meanwhile
-            with _Drawing() as drawing:
+            with Draws() as drawing:
                 self.call(model, _copied(x))
             self._draws = drawing.drew
-        if self._draws:
-            known_to_draw(model)
         after = attributes_of(model)
         self._written = [] if after == before else changed_names(digests(before), digests(after))
         now = dict(model.named_buffers())
@@ -319,30 +318,6 @@ class DeterminismCheck:
             first, again = (batches.latent(out).detach() for out in (output, self.call(model, _copied(x))))
             self._depends = differ(first, again, self.model)
         return output
-
-
-class _Drawing(TorchDispatchMode):
-    """Sees whether operations of this thread draw global random numbers.
-
-    Attributes:
-        drew: Whether one did.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drew = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False, or the first operation imports PyTorch's compiler."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        self.drew |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and given.get("generator") is None
-        return func(*args, **given)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,8 @@ from laplace.errors import InvalidData, UnsupportedError
 from laplace.network.fsdp import fsdp_processes, full_tensor, require_unsharded
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import apart, model_lock
-from laplace.network.plain import notes
-from laplace.network.tree import named_modules_of
-
-Place = tuple[str, nn.Module, str]
-"""Name of a parameter in the network, a module that holds it, and its key there."""
+from laplace.network.plain import known_places
+from laplace.network.tree import Place, places_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +132,9 @@ class Problem:
     @cached_property
     def processes(self) -> Processes | None:
         """Processes over which FSDP2 shards the module, which run it together; None of a whole one."""
-        return None if notes(self.module) is not None else fsdp_processes(self.module)  # plain networks are whole
+        return (
+            None if known_places(self.module) is not None else fsdp_processes(self.module)
+        )  # plain networks are whole
 
     @contextmanager
     def apart(self) -> Iterator[Problem]:
@@ -178,18 +177,7 @@ class Problem:
 
         Tied parameters have several places, but one module with several names has only the first.
         """
-        known = notes(self.module)
-        if known is not None and "places" in known:
-            return known["places"]
-        places = [
-            (f"{prefix}.{key}" if prefix else key, module, key)
-            for prefix, module in named_modules_of(self.module)
-            for key, tensor in module._parameters.items()
-            if tensor is not None
-        ]
-        if known is not None:
-            known["places"] = places
-        return places
+        return known_places(self.module) or places_of(self.module)
 
     def detached(self, places: list[Place] | None = None) -> dict[str, Tensor]:
         """Every parameter by name, detached; of a head also tied ones separately, since its features are fixed.

@@ -33,7 +33,8 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.apart import original
 from laplace.network.fsdp import require_unsharded, reshard
 from laplace.network.model_guard import COMPUTED_AGAIN, hooks_fire
-from laplace.weights.problem import Place, Problem, reduce_features
+from laplace.network.tree import Place
+from laplace.weights.problem import Problem, reduce_features
 
 # Recording: outputs with the calls of modules and functions that have random parameters.
 
