@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -151,6 +153,8 @@ def warn(message: str, category: type[LaplaceWarning]) -> None:
     alone is the same. Python's own memory does not serve: it goes by whole texts, and forgets whenever anybody, as
     PyTorch does in many calls, enters `warnings.catch_warnings`.
     """
+    if _SILENT.get():
+        return
     caller = frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
@@ -172,6 +176,31 @@ def warn(message: str, category: type[LaplaceWarning]) -> None:
         if len(_shown) >= _MOST:
             _shown.clear()
         _shown[kind] = filters, tuple(filters)
+
+
+_SILENT: ContextVar[bool] = ContextVar("silent", default=False)
+
+
+@contextmanager
+def silently() -> Iterator[None]:
+    """A block in which this library warns of nothing, in this thread: of work that has been warned of already."""
+    token = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
+
+
+def ignore(*kinds: tuple[str, type[Warning], str]) -> None:
+    """Lets Python pass over warnings of other packages: beginnings of their texts, categories, and modules they name.
+
+    Filters belong to the process. They are added, once, and stay: `warnings.catch_warnings`, which takes them off, puts
+    back a list that other threads may have replaced meanwhile.
+    """
+    for message, category, module in kinds:
+        entry = "ignore", re.compile(message, re.IGNORECASE), category, re.compile(module), 0
+        if entry not in _filters():
+            warnings.filterwarnings("ignore", message, category, module)
 
 
 def _is_of_imports(file: str) -> bool:

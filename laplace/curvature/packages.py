@@ -12,7 +12,6 @@ its weights through a closure, say, would have none of its derivatives.
 from __future__ import annotations
 
 import copy
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from laplace.engines.native.kinds import HessianEngine, OuterEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
 from laplace.engines.sinks import BlockSink, DiagSink, KronSink, ProductSink, Sink
-from laplace.errors import CurvatureError, MissingDependency
+from laplace.errors import CurvatureError, MissingDependency, ignore
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.categorical import classes_of
@@ -307,15 +306,14 @@ class PackageEngine(CurvatureEngine):
         own = [i for i in range(len(self.problem.slots)) if i not in reasons]
         if not own:
             return None, reasons
+        ignore(*_OF_PACKAGES)
         try:
             with (
                 watched.problem.apart(),
                 without_cudnn(self.problem.module),
-                warnings.catch_warnings(),  # packages call deprecated functions of PyTorch
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
-                warnings.simplefilter("ignore")
                 classes = None if y is None else classes_of(y, self.likelihood)  # packages read no soft labels
                 batch = copied_batch(watched, watched.f if y is None else y if classes is None else classes)
                 values = self.computes()[primitive](batch, *(arguments if primitive in _WHOLE else (own,)))
@@ -359,16 +357,21 @@ class PackageEngine(CurvatureEngine):
         self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
 
 
+_OF_PACKAGES = (
+    ("`torch.jit.script` is deprecated", DeprecationWarning, r"torch\.jit\."),
+    ("Full backward hook is firing", UserWarning, r"laplace\.curvature\."),
+    ("Using a non-full backward hook", FutureWarning, r"torch\.nn\.modules\."),
+)
+"""Warnings of PyTorch of what packages call, which are no news to the user."""
+
+
 def imported(load: Callable[[], ModuleType], name: str, install: str) -> ModuleType:
     """An optional package; `install` is the command that brings it and leaves PyTorch alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own use of deprecated functions is no news to the user
-        try:
-            return load()
-        except ImportError as error:
-            raise MissingDependency(
-                f"this backend needs {name}, which cannot be imported ({error}); {install}"
-            ) from error
+    ignore(*_OF_PACKAGES)
+    try:
+        return load()
+    except ImportError as error:
+        raise MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}") from error
 
 
 def without_one_use(watched: ForwardPass) -> Reasons:

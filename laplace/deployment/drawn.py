@@ -11,7 +11,6 @@ its cost is independent of the number of outputs, and no Jacobian is held. Of a 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -28,16 +27,15 @@ from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.core.positions import as_returned
 from laplace.engines.native.steps import CELLS, run_recurrent, weights_of
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument, UnsupportedError, ignore
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, own_precision
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.sampled import refuse_refined
 from laplace.weights.problem import Caller
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import torch._decomp.decompositions_for_jvp  # which forward mode loads, and which uses what PyTorch deprecates
+ignore(("`torch.jit.script` is deprecated", DeprecationWarning, r"torch\.jit\."))
+import torch._decomp.decompositions_for_jvp  # noqa: E402  (which forward mode loads, and which uses what is deprecated)
 
 _AT_ONCE = 64
 """Functions whose derivatives one pass computes, where many are asked for together."""

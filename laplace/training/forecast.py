@@ -12,7 +12,6 @@ before. There the posterior, with the covariance that it has, is compared with t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -24,7 +23,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.enums import HessianStructure, LinkApprox, SubsetOfWeights
-from laplace.errors import LaplaceError
+from laplace.errors import LaplaceError, silently
 from laplace.grid import from_names
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
@@ -129,7 +128,6 @@ def _of_all_weights(la: ParametricLaplace, precision_rest: Tensor, data: list[tu
     sizes = [slot.size for slot in la.problem.slots]
     random = {id(tensor): part for tensor, part in zip(la.params, la.prior_precision_diag.split(sizes), strict=True)}
     whole.prior_precision = torch.stack([random.get(id(tensor), precision_rest).mean() for tensor in whole.params])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the network: the fit of `la` has said it
+    with silently():  # of the network: the fit of `la` has said it
         whole.fit(data)
     return whole.snapshot()
