@@ -59,7 +59,7 @@ def merge(posteriors: Sequence[L]) -> L:
         InvalidArgument: Fewer than two, or posteriors that differ in what they must share; the message names it.
         NotFittedError: One is not fitted.
         ModelChangedError: A network changed after its fit.
-        UnsupportedError: A structure that is no sum over data, sharded posteriors, or a head whose weights are used
+        UnsupportedError: A structure that is no sum over data, or a head whose weights are used
             elsewhere in the network.
 
     Warns:
@@ -123,7 +123,6 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
         la.check_unchanged()
         posterior, structure = la.snapshot(), la.structure
         posterior.refuse_calibrated(f"merge, of which posterior {number} is calibrated")
-        posterior.refuse_sharded("merge")
         if structure.asks_network or structure.refined_by_kernels:
             raise UnsupportedError(
                 f"merge with hessian_structure={structure.name!r}, whose curvature is no sum over data that is stored; "

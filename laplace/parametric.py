@@ -745,7 +745,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         generator: torch.Generator | None = None,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
-        sharded: bool = False,
         resume: str | os.PathLike[str] | None = None,
         save_every: int | timedelta | None = None,
         weight_fn: WeightFn | None = None,
@@ -767,8 +766,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
                 under Linux and on CUDA).
             group: Process group of `torch.distributed`. Every process calls `fit` with a loader over its shard, and all
                 get the sums over all data. Data that `DistributedSampler` repeats are counted once.
-            sharded: With `group`: each process stores the curvature of some layers only (`"kron"`, `"ekfac"`,
-                `"diag"`, `"block"`, `"lowrank_kron"`). All processes must then make the same calls together.
             resume: File to which the sums are saved now and then (one per process). If the fit is killed, the same call
                 continues from it, with bitwise equal results. It is removed at the end.
             save_every: Number of batches, or time, between two saves; None for ten minutes.
@@ -785,7 +782,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
                 `decay`, `subset`, `group` or the loader is not accepted (`resume` needs a repeatable order).
             InvalidType: The loader cannot be iterated over, or targets are given as a second argument.
             ProcessError: Another process of the group failed, or has another network or other settings; all raise.
-            UnsupportedError: The structure has no `decay`, `group`, `resume`, `sharded` or weights of data.
+            UnsupportedError: The structure has no `decay`, `group`, `resume` or weights of data.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, several processes without `group`,
@@ -793,7 +790,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         options = FitOptions(
             override=override, progress_bar=progress_bar, decay=decay, subset=subset, generator=generator,
-            check_memory=check_memory, group=group, sharded=sharded, resume=resume, save_every=save_every,
+            check_memory=check_memory, group=group, resume=resume, save_every=save_every,
             weight_fn=weight_fn, dict_key_weight=dict_key_weight,
         )  # fmt: skip
         self.set_posterior(fit(self.snapshot(), train_loader, options))
@@ -1105,7 +1102,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: Before `fit`.
             InvalidArgument: n is larger than the pool, another score, or targets of `"bald"`.
             InvalidData: No inputs, or outputs of the network that are NaN or infinite.
-            UnsupportedError: Outputs with positions, or a sharded posterior.
+            UnsupportedError: Outputs with positions.
             ModelChangedError: The network was trained further after `fit`.
         """
         from laplace.predictive.acquisition import acquire
@@ -1129,7 +1126,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: One is not fitted.
             InvalidType: No posterior over weights.
             InvalidArgument: Other weights have a distribution.
-            UnsupportedError: A sharded posterior.
         """
         from laplace.posterior.combining import kl
 
@@ -1150,7 +1146,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             NotFittedError: One is not fitted.
             InvalidType: No posterior over weights.
             InvalidArgument: Other weights have a distribution.
-            UnsupportedError: A sharded posterior, or more than 12,000 weights that depend on each other.
+            UnsupportedError: More than 12,000 weights that depend on each other.
         """
         from laplace.posterior.combining import wasserstein
 
@@ -1165,7 +1161,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
         Raises:
             NotFittedError: Before `fit`.
-            UnsupportedError: A sharded posterior.
         """
         from laplace.posterior.combining import saliency
 
@@ -1204,7 +1199,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             InvalidArgument: `top`, `rank` or `damping` is not positive.
             InvalidData: No data, or data that cannot be used.
             ModelChangedError: The network was trained further after `fit`.
-            UnsupportedError: A posterior that is spread over processes, or fitted to data with weights.
+            UnsupportedError: A posterior that is fitted to data with weights.
         """
         from laplace.refinement.influence import influence
 

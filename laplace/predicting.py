@@ -55,10 +55,6 @@ class Predicting(ABC):
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
         """Value of `la.functional_samples(x, ...)` or `la.predictive_samples(x, ...)`."""
 
-    @abstractmethod
-    def _require_unsharded(self, what: str) -> None:
-        """Refuses what takes a whole posterior, if every process holds a part of it."""
-
     @property
     @abstractmethod
     def _group(self) -> PosteriorGroup:
@@ -413,7 +409,7 @@ class Predicting(ABC):
             InvalidData: There are no inputs, or they lead to numbers that are not finite.
             ModelChangedError: The network was trained further after `fit`.
             UnsupportedError: A score that this likelihood does not have; outputs with positions, for distances of
-                features; a sharded posterior, or a class with predictions of its own.
+                features; or a class with predictions of its own.
 
         Warns:
             TuningWarning: The search of the evidence did not converge.
@@ -440,12 +436,13 @@ class Predicting(ABC):
         Raises:
             NotFittedError: Before `fit`.
             InvalidData: No data, or a key that cannot be the name of an argument.
-            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; the posterior is
-                sharded over processes; or the module's result differs from the prediction.
+            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; or the
+                module's result differs from the prediction.
         """
         from laplace.deployment.export import exported
 
-        self._require_unsharded("the export")
+        for posterior in self._group.posteriors:
+            posterior.require_fitted()
         return exported(self, example_x, generator, options)
 
 
@@ -471,11 +468,6 @@ class PosteriorPredicting(Predicting):
 
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
         return self._predictor.samples(name, x, options, model_kwargs)
-
-    def _require_unsharded(self, what: str) -> None:
-        posterior = self._predictor.posterior
-        posterior.require_fitted()
-        posterior.refuse_sharded(what)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -519,8 +511,8 @@ class PosteriorPredicting(Predicting):
             NotFittedError: Before `fit`.
             InvalidArgument: n is not a positive integer.
             ModelChangedError: The network was trained further after `fit`.
-            UnsupportedError: A posterior over functions (`"gp"`), which has no weights, or one that is spread over
-                processes; a refined one without `linearised`; a network that cannot be copied.
+            UnsupportedError: A posterior over functions (`"gp"`), which has no weights; a network that is spread
+                over processes; a refined one without `linearised`; a network that cannot be copied.
         """
         from laplace.deployment.drawn import draw
 

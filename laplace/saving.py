@@ -106,8 +106,8 @@ class Saved(ABC):
 
         Raises:
             NotFittedError: Before `fit`.
-            UnsupportedError: The class is not registered, the posterior is sharded, or its loss was
-                assigned; or the state holds inputs, and `inputs=False`. The message says what to do.
+            UnsupportedError: The class is not registered, or its loss was assigned; or the state holds inputs, and
+                `inputs=False`. The message says what to do.
             MissingDependency: safetensors is not installed.
         """
         check_flag("inputs", inputs, "Give False to refuse a file that holds inputs of training data.")

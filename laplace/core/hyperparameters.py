@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -98,16 +98,6 @@ class GaussianPrior:
         if self.is_constant_per_tensor:
             return tuple(self.precision.split(1))
         return self.layout.split(self.precision)
-
-    def part(self, tensors: Sequence[int]) -> GaussianPrior:
-        """The prior of some of the tensors, by their indices, with the graph of the precision."""
-        precision, mean, layout = self.precision, self.mean, self.layout
-        if self.is_constant_per_tensor and not self.is_scalar:
-            precision = precision[list(tensors)]
-        elif not self.is_scalar:
-            precision = layout.gathered(precision, tensors)
-        mean = mean if mean.numel() == 1 else layout.gathered(mean, tensors)
-        return GaussianPrior(precision, mean, layout.part(tensors))
 
     def logdet(self) -> Tensor:
         """Σ log δ over all parameters, 0-dim, float64: log det P − log det P₀ is a small difference of large sums."""

@@ -55,22 +55,6 @@ class Layout:
             )
         return vector
 
-    def part(self, tensors: Sequence[int]) -> Layout:
-        """The layout of some of the tensors, by their indices."""
-        return Layout(tuple(self.names[i] for i in tensors), tuple(self.sizes[i] for i in tensors))
-
-    def gathered(self, vectors: Tensor, tensors: Sequence[int]) -> Tensor:
-        """A copy of the entries of some tensors, `[..., p]`, of vectors `[..., P]`."""
-        pieces = self.split(vectors)
-        return torch.cat([pieces[i] for i in tensors], -1)
-
-    def scattered(self, parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-        """Vectors `[..., P]` of the entries of all tensors, `[..., p]` by the indices of the tensors."""
-        pieces: dict[int, Tensor] = {}
-        for tensors, part in parts.items():
-            pieces |= zip(tensors, self.part(tensors).split(part), strict=True)
-        return torch.cat([pieces[i] for i in range(self.n_tensors)], -1)
-
     def repeat_per_tensor(self, values: Tensor) -> Tensor:
         """Spreads one value per tensor, `[n_tensors]`, over the entries of each, `[P]`."""
         return repeated(values, self.sizes)

@@ -420,7 +420,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """The value that was written, with tensors on the CPU that are copies of what is in the file."""
     path = as_path(path)
     if path.is_dir():
-        raise StateError(f"{str(path)!r} is a folder; laplace.checkpoint.load(la, path) reads what is in one.")
+        raise StateError(f"{str(path)!r} is a folder; give the file that la.save wrote.")
     if _regular(path) is not None and is_zipfile(path):
         raise StateError(
             f"{str(path)!r} holds no posterior that could be loaded: torch.save wrote it, and this reads files of "

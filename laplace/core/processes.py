@@ -134,9 +134,7 @@ class Processes:
         return self
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        raise UnsupportedError(
-            "a group of processes cannot be pickled; what they hold together is saved by laplace.checkpoint.save."
-        )
+        raise UnsupportedError("a group of processes cannot be pickled; they are given to each call by group=.")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Puts the sum over all processes in the place of a contiguous tensor, and returns it."""

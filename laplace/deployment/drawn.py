@@ -180,7 +180,6 @@ def draw(
             network that cannot be copied.
     """
     posterior.require_fitted()
-    posterior.refuse_sharded("draws of functions")
     problem = posterior.problem
     require_unsharded(problem.module, "a function that is drawn holds a copy of the network")
     if not linearised:

@@ -196,12 +196,6 @@ class KronParts:
             factors |= own
         return cls(factors, tuple(blocks))
 
-    def part(self, tensors: Sequence[int]) -> KronParts:
-        """The sums that the blocks of some tensors read."""
-        blocks, every = tuple(self.blocks[i] for i in tensors), self.every
-        keys = dict.fromkeys(key for block in blocks for key in block.reads if key in every)
-        return KronParts.made_of({key: every[key] for key in keys}, blocks)
-
     def positions(self, block: KronBlock) -> float:
         """Number of positions that share the weight; 1 without data. Discounted data may count less than 1."""
         return (self._counts[block.positions] or 1.0) if block.positions else 1.0

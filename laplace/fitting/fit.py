@@ -67,7 +67,6 @@ class FitOptions:
     generator: torch.Generator | None = None
     check_memory: bool = True
     group: Any = None
-    sharded: bool = False
     resume: Any = None
     save_every: Any = None
     weight_fn: Any = None
@@ -125,7 +124,7 @@ class FitOptions:
         if self.removed_weight is not None:
             return {"weight": self.removed_weight, "data of the former fit": n_former, **weights}
         how = {"override": self.override, "decay": self.decay}
-        return {**how, "data of the former fit": n_former, "sharded": self.sharded, **weights}
+        return {**how, "data of the former fit": n_former, **weights}
 
 
 def check_override(override: Any) -> None:
@@ -149,15 +148,12 @@ def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Pos
     options = options.within(posterior.weights.fsdp_processes)
     checks.warn_of_dropped(loader)
     former = None if options.override else posterior.data
-    processes.check_group(options.processes, posterior if former else None, sharded=options.sharded)
     new = compute_fit(posterior, loader, options)
     former_content = None if former is None else former.content
     if former_content is not None and options.decay == 1:  # of which faded data are an average over time
         checks.warn_of_repeated(former_content, new.content)
     with kept_for_later(), torch.no_grad():
-        total = new.fit if former is None else processes.add(former.fit.scaled(options.decay), new.fit)
-        if options.sharded and options.processes is not None:
-            total = processes.shard(total, options.processes, new.posterior.problem.layout)
+        total = new.fit if former is None else former.fit.scaled(options.decay) + new.fit
         after = new.after(total, former_content)
     checks.warn_of_diagonals(new.fit, after.problem)
     _look_for_sigmoid(after, new.reference)
@@ -176,13 +172,12 @@ def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> 
             "would not be the curvature of the remaining data. Use the exact GGN, or fit the remaining data anew."
         )
     options = options.within(posterior.weights.fsdp_processes)
-    processes.check_group(options.processes, posterior, sharded=False)
     removed = compute_fit(posterior, loader, options).fit
     if options.removed_weight is not None:
         removed = removed.scaled(options.removed_weight)
     with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"
-        return posterior.with_fit(processes.subtract(former, removed, signed=signed))
+        return posterior.with_fit(former.minus(removed, signed=signed))
 
 
 def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:
@@ -311,9 +306,7 @@ def _refuse_unsupported(posterior: Posterior, options: FitOptions) -> None:
                 f"group= with {loop}, which uses the data of one process only; leave group at None in a process that "
                 "has all the data, or fit without it."
             )
-    if options.removed_weight is None:
-        processes.check_sharded(posterior, override=options.override, sharded=options.sharded)
-    else:
+    if options.removed_weight is not None:
         posterior.check_unchanged()
     weights = "class_weight=" if posterior.likelihood.weighs_targets else None
     weights = weights if options.weights is None else options.weights.name

@@ -1,7 +1,7 @@
 """Fits by several processes, each of a shard of the data.
 
 All processes describe what they are about to fit, and begin the same fit or raise; data that a sampler repeats count
-once; sums are exchanged at the end; and a curvature may stay spread over the processes (`sharded=True`).
+once; and sums are exchanged at the end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.layout import Layout
 from laplace.core.nested import digest, has_room
-from laplace.core.overrides import EVIDENCE, POSTERIOR
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.core.progress import known_length
 from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count
 from laplace.engines.kron_parts import UNUSED
-from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, ProcessError, UnsupportedError, warn
+from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting.checks import NO_DATA
 from laplace.network.watch import checksums, same_sums
 from laplace.posterior.posterior import Posterior
-from laplace.structures import STRUCTURES
 from laplace.structures.base import DataPass
-from laplace.structures.fit import Fit
-from laplace.structures.sharded import ShardedCurvature
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,64 +372,3 @@ def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:
                 )
             coverage[name] = known if rule == UNUSED else rule
     return coverage
-
-
-# Fits whose curvature stays spread over the processes that made it.
-
-
-def check_sharded(posterior: Posterior, *, override: bool, sharded: bool) -> None:
-    """Refuses a fit whose curvature cannot be spread, or added to one that is."""
-    structure = posterior.choices.structure
-    if sharded and structure.separation is None:
-        others = ", ".join(repr(name) for name, other in STRUCTURES.items() if other.separation is not None)
-        raise UnsupportedError(
-            f"sharded=True with hessian_structure={structure.name!r}, whose precision couples all tensors, so that "
-            f"processes cannot store them separately; use one of {others}, or leave it out."
-        )
-    if sharded and posterior.overrides(*POSTERIOR, *EVIDENCE):
-        raise UnsupportedError(
-            "sharded=True with a class that overrides moments of the posterior or terms of the evidence, which no "
-            "process could compute from its own tensors; leave it out."
-        )
-    if not override and not sharded and posterior.shards is not None:
-        raise UnsupportedError(
-            "override=False adds data to a fit that is sharded, but sharded=True was not given; give it, with the same "
-            "group."
-        )
-
-
-def check_group(processes: Processes | None, former: Posterior | None, *, sharded: bool) -> None:
-    """Refuses a sharded fit in one process alone, or of another group than that of the fit that it is added to."""
-    known = None if former is None else former.shards
-    if processes is None and (sharded or known is not None):
-        raise InvalidArgument(
-            "a sharded posterior is one of several processes; give their group, group= "
-            "(torch.distributed.group.WORLD after init_process_group)."
-        )
-    if known is not None and known.processes != processes:
-        raise InvalidArgument("group= is another group than that of the former fit, over which that is sharded.")
-
-
-def shard(fit: Fit, processes: Processes, layout: Layout) -> Fit:
-    """This process's part of a fit that all processes have; or that part, if it is one already."""
-    if isinstance(fit.curvature, ShardedCurvature):
-        return fit
-    return replace(fit, curvature=ShardedCurvature.of(fit.curvature, processes, layout))
-
-
-def add(former: Fit, new: Fit) -> Fit:
-    """The fit of the data of two, of which the former may be a part, and the new one is of all tensors."""
-    if isinstance(former.curvature, ShardedCurvature):
-        new = replace(new, curvature=former.curvature.alike(new.curvature))
-    return former + new
-
-
-def subtract(former: Fit, removed: Fit, *, signed: bool) -> Fit:
-    """A fit without some of its data, see `Fit.minus`; of a sharded one all processes raise where one does."""
-    curvature = former.curvature
-    if not isinstance(curvature, ShardedCurvature):
-        return former.minus(removed, signed=signed)
-    part = replace(removed, curvature=curvature.alike(removed.curvature))
-    fits: list[Fit] = []
-    curvature.processes.gather_results(lambda: fits.append(former.minus(part, signed=signed)))
-    return fits[0]

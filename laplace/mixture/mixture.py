@@ -399,11 +399,6 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         }
         return tuple(next(functions[k]) for k in chosen)
 
-    def _require_unsharded(self, what: str) -> None:
-        for la in self.components:
-            la.snapshot().refuse_sharded(what)
-            la.fitted()
-
     # Tuning.
 
     @property

@@ -57,8 +57,7 @@ def _refusal(name: str, what: str) -> UnsupportedError:
         "weights or of a last layer that is named, with linearised predictions. For all else give a copy that holds "
         "the weights whole: state = "
         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP; "
-        "la.fit(..., group=..., sharded=True) spreads the posterior over processes that each have all weights."
+        "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP."
     )
 
 

@@ -53,7 +53,6 @@ def moved_by_removal(
         weights: How often every input counted; None for once.
         weight: Factor on all of them.
     """
-    before.refuse_sharded("forget(move_mean=True)")
     refinement = before.refinement
     if refinement is not None and refinement.method != "forget" and not before.likelihood.has_noise:
         raise UnsupportedError(
@@ -157,7 +156,6 @@ def other_weights(one: Problem, other: Problem) -> str | None:
 def _require_same_weights(call: str, one: Posterior, other: Posterior) -> None:
     for posterior in (one, other):
         posterior.require_fitted()
-        posterior.refuse_sharded(call)
     difference = other_weights(one.problem, other.problem)
     if difference:
         raise InvalidArgument(f"{call} takes a posterior over the same weights: {difference}.")
@@ -217,7 +215,6 @@ def wasserstein(one: Posterior, other: Posterior) -> Tensor:
 def saliency(posterior: Posterior) -> Tensor:
     """m_p² P_pp, `[P]`: twice what setting a weight to zero takes from the log density (LeCun et al., 1990)."""
     posterior.require_fitted()
-    posterior.refuse_sharded("saliency")
     posterior = posterior.unscaled()
     with autograd_mode(), torch.no_grad():
         precision, mean = posterior.precision(), posterior.mean
@@ -246,12 +243,11 @@ def _units(posteriors: Sequence[Posterior], n: int) -> list[Tensor]:
     """Indices of weights in blocks between which no precision has entries: single ones under diagonals."""
     everything, layout = torch.arange(n), posteriors[0].problem.layout
     dense = [posterior for posterior in posteriors if not posterior.choices.structure.is_diagonal]
-    separations = {posterior.choices.structure.separation for posterior in dense}
-    if n != layout.n_params or None in separations or len(separations) > 1:
+    if n != layout.n_params:
         return [everything]
     if not dense:
         return list(everything.split(1))
-    units = [dense[0].choices.structure.separation.units(p.fit.curvature, layout) for p in dense]  # type: ignore[union-attr]
+    units = [posterior.fit.curvature.units(layout) for posterior in dense]
     if any(other != units[0] for other in units):
         return [everything]
     parts = layout.split(everything)

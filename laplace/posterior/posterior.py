@@ -39,7 +39,6 @@ from laplace.structures.base import Curvature, DataPass, Precision, SignedOption
 from laplace.structures.fit import Fit
 from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import drawn
-from laplace.structures.sharded import ShardedCurvature
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
@@ -643,20 +642,6 @@ class Posterior:
     def sigma_noise(self) -> Tensor:
         """σ, 0-dim or `[C]`."""
         return self.hypers.sigma_noise
-
-    @property
-    def shards(self) -> ShardedCurvature | None:
-        """The curvature, if every process of a group holds a part of it."""
-        curvature = None if self.data is None else self.data.fit.curvature
-        return curvature if isinstance(curvature, ShardedCurvature) else None
-
-    def refuse_sharded(self, what: str) -> None:
-        """Refuses `what` takes the whole curvature, where every process holds a part of it."""
-        if self.shards is not None:
-            raise UnsupportedError(
-                f"{what} of a sharded posterior, of which every process stores some tensors only; fit with "
-                "sharded=False, or write it by laplace.checkpoint.save and load it in one process."
-            )
 
     def check_unchanged(self) -> None:
         """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""

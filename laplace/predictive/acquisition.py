@@ -70,7 +70,6 @@ def acquire(
     if targets is not None and score == "bald":
         raise InvalidArgument("targets= are inputs whose labels are to be predicted, which score='epig' takes.")
     posterior.require_fitted()
-    posterior.refuse_sharded("acquire")
     posterior.check_unchanged()
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         steps = posterior.sampler()(n_samples, generator) - posterior.mean

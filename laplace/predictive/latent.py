@@ -117,15 +117,12 @@ class LinearisedOutputs(GaussianSource):
             return rows if self.choice is None else self.choice.picked(rows)
 
     def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
-        def of(precision: Precision) -> Gaussian:
-            with checks.together():
-                self.posterior.check_unchanged()
-                return linearised(
-                    self.posterior.engine, precision, self.x, form, step=self.posterior.refined_step,
-                    create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size,
-                )  # fmt: skip
-
-        return self.precision.summed(self.x, of)
+        with checks.together():
+            self.posterior.check_unchanged()
+            return linearised(
+                self.posterior.engine, self.precision, self.x, form, step=self.posterior.refined_step,
+                create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size,
+            )  # fmt: skip
 
 
 def jacobians(engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool) -> Pieces:

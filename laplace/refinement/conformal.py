@@ -105,7 +105,6 @@ def conformal(
     structure = posterior.choices.structure
     check_generator(generator)
     _check_likelihood(posterior)
-    posterior.refuse_sharded("conformal")
     check_method(method)
     if not structure.holds_every_input or structure.refined_by_kernels:
         raise UnsupportedError(

@@ -94,7 +94,7 @@ def influence(
         NotFittedError: Before a fit.
         InvalidArgument: `top`, `rank` or `damping` is not positive.
         InvalidData: No data, or data that cannot be used.
-        UnsupportedError: A sharded posterior, or one with weighted data.
+        UnsupportedError: A posterior with weighted data.
     """
     check_counts(**{name: value for name, value in (("top", top), ("rank", rank)) if value is not None})
     posterior = posterior.unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
@@ -149,7 +149,7 @@ def label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: b
     Raises:
         NotFittedError: Before a fit.
         InvalidData: No data, or data that cannot be used.
-        UnsupportedError: A sharded posterior, or one with weighted data.
+        UnsupportedError: A posterior with weighted data.
     """
     posterior = posterior.unscaled()
     gradients = _Gradients.of(posterior, "label_errors")
@@ -183,7 +183,6 @@ class _Gradients:
         posterior.require_fitted()
         if posterior.choices.loss is not None:
             raise UnsupportedError(f"{what} with a loss that was assigned to the backend, whose gradient is not known.")
-        posterior.refuse_sharded(what)
         if posterior.map_fit.is_weighed:
             raise UnsupportedError(
                 f"{what} of a fit whose data have weights of their own (weight_fn=, dict_key_weight=): fit without "

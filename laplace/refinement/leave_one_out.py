@@ -81,7 +81,6 @@ class LeaveOneOut:
 def computed(posterior: Posterior, loader: Iterable[Any], link: LinkName, *, progress_bar: bool = False) -> LeaveOneOut:
     """Predictions of all inputs of a fit, each without itself; errors: see `la.leave_one_out`."""
     posterior.require_fitted()
-    posterior.refuse_sharded("leave-one-out predictions")
     structure, likelihood = posterior.choices.structure, posterior.likelihood
     if not structure.holds_every_input:
         raise UnsupportedError(

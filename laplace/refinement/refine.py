@@ -47,7 +47,6 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     """
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
-    posterior.refuse_sharded("the mode of the linearised network")
     structure = posterior.choices.structure
     if method == "variational" and not structure.is_variational:
         raise UnsupportedError(

@@ -146,7 +146,6 @@ class Curvature(ABC):
         is_variational: Whether `refine(method="variational")` supports this structure.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
-        separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
         holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
@@ -170,7 +169,6 @@ class Curvature(ABC):
     is_variational: bool = False
     refined_by_kernels: bool = False
     holds_every_input: bool = True
-    separation: Separation[Any] | None = None
     is_wide: bool = False
     asks_network: bool = False
     holds_inputs: bool = False
@@ -354,6 +352,10 @@ class Curvature(ABC):
         """Words about it in the `repr` of a posterior, or None."""
         return None
 
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Groups of tensors, by their indices, between which P has no entries; by default one of all."""
+        return (tuple(range(layout.n_tensors)),)
+
     def forms(self) -> tuple[str, ...]:
         """Form in which each tensor's block is stored, in words; empty if there is only one form."""
         return ()
@@ -474,46 +476,6 @@ class SumPass(DataPass, Generic[A]):
         return self.total
 
 
-# Ways to take apart a curvature without entries between tensors, and to put it together again.
-
-
-class Separation(ABC, Generic[C]):
-    """Parts of a curvature whose precision is block-diagonal: log determinants and variances are sums over them."""
-
-    @abstractmethod
-    def units(self, curvature: C, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """Tensors that have a block, or sums, in common, by their indices: they are not taken apart.
-
-        Args:
-            curvature: That of all tensors.
-            layout: All tensors.
-        """
-
-    @abstractmethod
-    def part(self, curvature: C, tensors: Sequence[int], layout: Layout) -> C:
-        """The curvature of some tensors alone, which keeps no memory of the others.
-
-        Args:
-            curvature: That of all tensors.
-            tensors: Indices of the tensors of one or more units, ascending.
-            layout: All tensors.
-        """
-
-    @abstractmethod
-    def joined(self, parts: Mapping[tuple[int, ...], C], layout: Layout) -> C:
-        """The curvature of all tensors.
-
-        Args:
-            parts: Parts by the indices of their tensors.
-            layout: All tensors.
-        """
-
-
-def first(parts: Mapping[tuple[int, ...], T]) -> T:
-    """A part, of which the whole is made: also that of a user's class, with what else it has."""
-    return next(iter(parts.values()))
-
-
 def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
     """Tensors that are linked by keys that they have in common, directly or by way of others."""
     groups: list[tuple[set[int], set[str]]] = []
@@ -523,12 +485,6 @@ def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
         groups = [group for group in groups if known.isdisjoint(group[1])]
         groups.append(({i}.union(*(tensors for tensors, _ in met)), known.union(*(theirs for _, theirs in met))))
     return tuple(sorted(tuple(sorted(members)) for members, _ in groups))
-
-
-def in_order(parts: Mapping[tuple[int, ...], Sequence[T]]) -> tuple[T, ...]:
-    """Entries of parts, one for every tensor, in the order of the tensors."""
-    placed = {i: one for tensors, some in parts.items() for i, one in zip(tensors, some, strict=True)}
-    return tuple(placed[i] for i in range(len(placed)))
 
 
 # Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.

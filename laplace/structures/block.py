@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,7 @@ from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
     Recent,
-    Separation,
     SignedOptions,
-    first,
     keeps_last,
     nonnegative,
     other_structure,
@@ -55,28 +53,6 @@ class BlockOptions(SignedOptions):
             raise InvalidArgument(f"max_block={self.max_block}; it must be at least 1, in entries of a layer.")
 
 
-class BlockSeparation(Separation["BlockCurvature"]):
-    """Units are layers."""
-
-    def units(self, curvature: BlockCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return curvature.groups
-
-    def part(self, curvature: BlockCurvature, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
-        places = {tensor: place for place, tensor in enumerate(tensors)}
-        pairs = [pair for pair in zip(curvature.values, curvature.groups, strict=True) if pair[1][0] in places]
-        groups = tuple(tuple(places[i] for i in group) for _, group in pairs)
-        return replace(curvature, sums=tuple(MatrixSum.of(block) for block, _ in pairs), groups=groups)
-
-    def joined(self, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
-        blocks = {
-            tuple(tensors[i] for i in group): block
-            for tensors, part in parts.items()
-            for group, block in zip(part.groups, part.values, strict=True)
-        }
-        groups = tuple(sorted(blocks))
-        return replace(first(parts), sums=tuple(MatrixSum.of(blocks[group]) for group in groups), groups=groups)
-
-
 @dataclass(frozen=True)
 class BlockCurvature(AdditiveCurvature):
     """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix."""
@@ -87,7 +63,6 @@ class BlockCurvature(AdditiveCurvature):
     name = "block"
     matrix_dims = 3
     options = BlockOptions
-    separation = BlockSeparation()
     is_variational = True
     is_wide = True
 
@@ -95,6 +70,9 @@ class BlockCurvature(AdditiveCurvature):
     def values(self) -> tuple[Tensor, ...]:
         """H of every layer, `[E, p, p]`."""
         return tuple(block.complete() for block in self.sums)
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return self.groups
 
     @property
     def n_terms(self) -> int:

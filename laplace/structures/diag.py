@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,7 @@ from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
     Recent,
-    Separation,
     SignedOptions,
-    first,
     nonnegative,
     other_structure,
 )
@@ -111,20 +108,6 @@ class DiagPrecision(Precision):
         return self.diagonal_of_inverse().sqrt()
 
 
-class DiagSeparation(Separation["DiagCurvature"]):
-    """Units are tensors."""
-
-    def units(self, curvature: DiagCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return tuple((i,) for i in range(layout.n_tensors))
-
-    def part(self, curvature: DiagCurvature, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
-        return replace(curvature, values=layout.gathered(curvature.values, tensors))
-
-    def joined(self, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
-        values = layout.scattered({tensors: part.values for tensors, part in parts.items()})
-        return replace(first(parts), values=values)
-
-
 @dataclass(frozen=True, eq=False)
 class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature."""
@@ -132,11 +115,13 @@ class DiagCurvature(AdditiveCurvature):
     values: Tensor  # `[E, P]`
     name = "diag"
     holds_every_input = False
-    separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True
     by_layer = True
     is_variational = True
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return tuple((i,) for i in range(layout.n_tensors))
 
     @property
     def n_terms(self) -> int:

@@ -7,7 +7,7 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,17 +32,14 @@ from laplace.structures.base import (
     Curvature,
     DataPass,
     Recent,
-    Separation,
     SumPass,
-    first,
-    in_order,
     keeps_last,
     require_finite,
     those_known,
 )
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.kron import KronCurvature, KronPrecision, KronSeparation, spectral_scan
+from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
 from laplace.structures.spectra import BlockSpectrum, Spectra, diag_spectrum, values_at
 
@@ -82,33 +79,6 @@ class Correction(DataPass):
         return self.corrected
 
 
-_FACTORS = KronSeparation()
-
-
-class EkfacSeparation(Separation["EkfacCurvature"]):
-    """Units are tensors, as of Kronecker factors."""
-
-    def units(self, curvature: EkfacCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return _FACTORS.units(curvature.kron, layout)
-
-    def part(self, curvature: EkfacCurvature, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
-        bases = (curvature.bases[i] for i in tensors)
-        return replace(
-            curvature,
-            kron=_FACTORS.part(curvature.kron, tensors, layout),
-            bases=tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
-            corrected=layout.gathered(curvature.corrected, tensors),
-        )
-
-    def joined(self, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
-        return replace(
-            first(parts),
-            kron=_FACTORS.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
-            bases=in_order({tensors: part.bases for tensors, part in parts.items()}),
-            corrected=layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class EkfacCurvature(Curvature):
     """U diag(λ*) Uᵀ for every tensor with Kronecker factors; the exact block, or exact diagonal, of every other.
@@ -132,7 +102,9 @@ class EkfacCurvature(Curvature):
     by_layer = True
     has_factors = True
     is_wide = True
-    separation = EkfacSeparation()
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return self.kron.units(layout)
 
     @property
     def n_terms(self) -> int:

@@ -8,7 +8,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,9 +34,6 @@ from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
     Recent,
-    Separation,
-    first,
-    in_order,
     keeps_last,
     linked,
     other_structure,
@@ -430,21 +427,6 @@ _INPUT_DIMS = 3
 """Dimensions of input sides that are matrices, `[G, n, n]`; output sides have one more, of their terms."""
 
 
-class KronSeparation(Separation["KronCurvature"]):
-    """Units are tensors; weight and bias of a layer have an output side in common."""
-
-    def units(self, curvature: KronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return linked([block.reads for block in curvature.parts.blocks])
-
-    def part(self, curvature: KronCurvature, tensors: Sequence[int], layout: Layout) -> KronCurvature:
-        return replace(curvature, parts=curvature.parts.part(tensors))
-
-    def joined(self, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
-        blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
-        factors = {key: factor for part in parts.values() for key, factor in part.parts.every.items()}
-        return replace(first(parts), parts=KronParts.made_of(factors, blocks))
-
-
 @dataclass(frozen=True)
 class KronCurvature(AdditiveCurvature):
     """Kronecker factors of every random parameter tensor."""
@@ -452,7 +434,6 @@ class KronCurvature(AdditiveCurvature):
     parts: KronParts  # The factors
     name = "kron"
     matrix_dims = _INPUT_DIMS
-    separation = KronSeparation()
     needs_columns = True
     is_variational = True
     exact_prior = False
@@ -460,6 +441,9 @@ class KronCurvature(AdditiveCurvature):
     has_factors = True
     takes_damping = True
     is_wide = True
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in self.parts.blocks])
 
     @property
     def n_terms(self) -> int:

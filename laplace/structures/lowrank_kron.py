@@ -45,9 +45,6 @@ from laplace.structures import kronecker_eigenvectors, linalg
 from laplace.structures.base import (
     Curvature,
     DataPass,
-    Separation,
-    first,
-    in_order,
     keeps_last,
     linked,
     require_finite,
@@ -523,34 +520,6 @@ def _vectors(shape: TensorShape, options: LowRankKronOptions) -> int:
     return shape.groups * min(shape.n_outputs, options.width)
 
 
-class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
-    """Units are tensors; weight and bias of a layer have an output side in common."""
-
-    def units(self, curvature: LowRankKronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return linked([block.reads for block in curvature.blocks])
-
-    def part(self, curvature: LowRankKronCurvature, tensors: Sequence[int], layout: Layout) -> LowRankKronCurvature:
-        blocks = tuple(curvature.blocks[i] for i in tensors)
-        keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        sides = {key: curvature.sides[key] for key in keys if key in curvature.sides}
-        factors = {key: curvature.factors[key] for key in keys if key in curvature.factors}
-        diagonal = layout.gathered(curvature.diagonal, tensors)
-        corrected = None if curvature.corrected is None else tuple(curvature.corrected[i].clone() for i in tensors)
-        return replace(curvature, diagonal=diagonal, blocks=blocks, sides=sides, factors=factors, corrected=corrected)
-
-    def joined(self, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
-        every = parts.values()
-        tables = {tensors: part.corrected for tensors, part in parts.items() if part.corrected is not None}
-        return replace(
-            first(parts),
-            diagonal=layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
-            blocks=in_order({tensors: part.blocks for tensors, part in parts.items()}),
-            sides={key: side for part in every for key, side in part.sides.items()},
-            factors={key: factor for part in every for key, factor in part.factors.items()},
-            corrected=in_order(tables) if tables else None,
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class LowRankKronCurvature(Curvature):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
@@ -574,9 +543,11 @@ class LowRankKronCurvature(Curvature):
     holds_every_input = False
     needs_columns = True
     options = LowRankKronOptions
-    separation = LowRankKronSeparation()
     n_passes = 2
     is_wide = True
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in self.blocks])
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:

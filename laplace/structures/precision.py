@@ -11,9 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from laplace.core.batch import Inputs
 from laplace.core.checks import is_true
-from laplace.core.gaussian import Gaussian
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
@@ -93,18 +91,6 @@ class Precision(ABC):
     def n_noise(self, n_params: int) -> int:
         """Standard normal numbers that a sample of so many weights takes: as many, unless a structure needs more."""
         return n_params
-
-    def summed(self, x: Inputs, of: Callable[[Precision], Gaussian]) -> Gaussian:
-        """A Gaussian over outputs that `of` makes of this precision.
-
-        Where several processes have shares of it, `of` is called with the share of each, and the covariances are added.
-
-        Args:
-            x: Inputs, the same in all processes.
-            of: Makes a Gaussian whose covariance is linear in P⁻¹.
-        """
-        del x
-        return of(self)
 
     # Moments.
 

@@ -164,7 +164,6 @@ def refuse_unscalable(posterior: Posterior) -> None:
     """Refuses posteriors whose covariance the temperature and the prior precision do not scale."""
     posterior.require_fitted()
     posterior.check_unchanged()
-    posterior.refuse_sharded("calibrate")
     if not posterior.choices.structure.weighed:
         raise UnsupportedError(
             "calibrate of a variational posterior (VaLLA), whose covariance is trained and not scaled by its "

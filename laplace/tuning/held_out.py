@@ -419,7 +419,6 @@ def _require_of_fit(posterior: Posterior) -> None:
     """Refuses posteriors that another fit would not lead to."""
     data = posterior.require_fitted()
     posterior.check_unchanged()
-    posterior.refuse_sharded("held-out data")
     require_unsharded(posterior.model, "held-out data take fits of one process")
     refused = {
         "refine(...)": data.refinement is not None,
@@ -539,7 +538,7 @@ def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
     if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
         return []
     replaced = data.refinement is not None or data.assigned_mean is not None or data.source is not data.fit
-    if replaced or posterior.root is not None or data.fit.is_weighed or posterior.shards is not None:
+    if replaced or posterior.root is not None or data.fit.is_weighed:
         return []
     if not likelihood.has_noise and LinkApprox.PROBIT not in likelihood.links:
         return []

@@ -246,8 +246,6 @@ class SmoothLoss(ValidationLoss):
         self, group: PosteriorGroup, loss: str | Loss | None, data: Validation, predictive: Predictive
     ) -> None:
         super().__init__(group, loss, data, predictive)
-        for posterior in group.posteriors:
-            posterior.refuse_sharded("tuning on validation data")
         if data.processes is not None:
             raise UnsupportedError(
                 "group= with a search by gradients on validation data, where gradients would be those of one "

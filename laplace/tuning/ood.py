@@ -153,7 +153,6 @@ def checked_methods(group: PosteriorGroup, method: Any) -> tuple[str, ...]:
             )
     for posterior in group.posteriors:
         posterior.require_fitted()
-        posterior.refuse_sharded("ood_score")
         if posterior.overrides(*PREDICTIONS):
             raise UnsupportedError(
                 f"ood_score of a class that defines one of {', '.join(PREDICTIONS)}: scores read moments of the "

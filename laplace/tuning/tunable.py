@@ -135,8 +135,8 @@ class Tunable(ABC):
             InvalidData: No data, one datum, one class alone, or a batch that cannot be used. As after every error, the
                 posterior is as it was.
             ModelChangedError: The network is not that of the fit any more.
-            UnsupportedError: A posterior whose covariance does not scale with its temperature (VaLLA, one that is
-                sharded, or of a class that overrides moments), or a mixture without validation data.
+            UnsupportedError: A posterior whose covariance does not scale with its temperature (VaLLA, or one of a
+                class that overrides moments), or a mixture without validation data.
 
         Warns:
             CalibrationWarning: Fewer than 20 data decide.

@@ -105,16 +105,15 @@ def regression_and_frozen_layers(rank: int) -> None:
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def last_layers_and_parts_of_a_posterior(rank: int) -> None:
+def last_layers_of_a_spread_network(rank: int) -> None:
     x, y = data()
-    for options in ({}, {"sharded": True}):
-        for weights in ({"subset_of_weights": "all"}, {"subset_of_weights": "last_layer", "last_layer_name": "2"}):
-            la = Laplace(spread(network()), "classification", hessian_structure="kron", **weights)
-            la.fit(mine(), group=distributed.group.WORLD, **options)
-            truth = Laplace(network(), "classification", hessian_structure="kron", **weights)
-            truth.fit(DataLoader(TensorDataset(x, y), 23))
-            torch.testing.assert_close(la(x), truth(x), **CLOSE)
-            torch.testing.assert_close(la.log_marginal_likelihood(), truth.log_marginal_likelihood(), **CLOSE)
+    for weights in ({"subset_of_weights": "all"}, {"subset_of_weights": "last_layer", "last_layer_name": "2"}):
+        la = Laplace(spread(network()), "classification", hessian_structure="kron", **weights)
+        la.fit(mine(), group=distributed.group.WORLD)
+        truth = Laplace(network(), "classification", hessian_structure="kron", **weights)
+        truth.fit(DataLoader(TensorDataset(x, y), 23))
+        torch.testing.assert_close(la(x), truth(x), **CLOSE)
+        torch.testing.assert_close(la.log_marginal_likelihood(), truth.log_marginal_likelihood(), **CLOSE)
 
 
 def states_fit_the_whole_network(rank: int) -> None:
@@ -211,7 +210,7 @@ def processes_out_of_step_all_learn_of_it(rank: int) -> None:
 
 
 CHECKS = [
-    answers_are_those_of_the_whole, regression_and_frozen_layers, last_layers_and_parts_of_a_posterior,
+    answers_are_those_of_the_whole, regression_and_frozen_layers, last_layers_of_a_spread_network,
     states_fit_the_whole_network, the_network_stays_as_it_was, what_takes_whole_weights_is_refused,
     processes_out_of_step_all_learn_of_it,
 ]  # fmt: skip

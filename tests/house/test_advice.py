@@ -23,8 +23,6 @@ _PART = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _CALL = re.compile(rf"\b(?:la|laplace|model|prediction|x|y)(?:\.\w+)*\({_PART}\)(?:\.\w+(?:\({_PART}\))?)*")
 
 ELSEWHERE = {
-    "laplace.checkpoint.load(la, path)",
-    "laplace.checkpoint.save(la, path)",
     "laplace.curvature.rules.like(known, own)",
     "model(...).logits",
     "model.enable_adapter_layers()",
@@ -40,8 +38,6 @@ Each is tested with these.
 
 MEANT = {
     "la.fit(...)": "la.fit(loader)",
-    "la.fit(..., group=..., sharded=True)": "la.fit(loader, group=None)",
-    "la.fit(..., sharded=True)": "la.fit(loader)",
     "la.to(device=..., dtype=...)": "la.to(device='cpu', dtype=torch.float64)",
     "la.to(dtype=...)": "la.to(dtype=torch.float64)",
     "laplace.load()": "laplace.load(path, model)",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace
 from laplace.compat.kron import Kron, KronDecomposed
+from laplace.contract.users_precision import precision_of_factors
 from laplace.errors import InvalidArgument
 from laplace.structures.kron import KronCurvature, KronPrecision
-from laplace.contract.users_precision import precision_of_factors
 from tests import problems as catalogue
 from tests.conformance.cases import SUBNETWORKS, Case, few, priors
 from tests.conformance.dense_posterior import Dense
