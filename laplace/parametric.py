@@ -61,9 +61,6 @@ from laplace.weights.last_layer import network_of
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
-    import os
-    from datetime import timedelta
-
     from torch.distributed import ProcessGroup
 
     from laplace.compat.kron import Kron
@@ -745,8 +742,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         generator: torch.Generator | None = None,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
-        resume: str | os.PathLike[str] | None = None,
-        save_every: int | timedelta | None = None,
         weight_fn: WeightFn | None = None,
         dict_key_weight: str | None = None,
     ) -> None:
@@ -766,9 +761,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
                 under Linux and on CUDA).
             group: Process group of `torch.distributed`. Every process calls `fit` with a loader over its shard, and all
                 get the sums over all data. Data that `DistributedSampler` repeats are counted once.
-            resume: File to which the sums are saved now and then (one per process). If the fit is killed, the same call
-                continues from it, with bitwise equal results. It is removed at the end.
-            save_every: Number of batches, or time, between two saves; None for ten minutes.
             weight_fn: Weights of the data in loss, curvature and `n_data`: `weight_fn(x, y)` returns `[B]`, at least 0,
                 for a batch as the loader gives it; 0 leaves a datum out. In the shape of y they are of single targets.
                 None: all weights are 1.
@@ -776,13 +768,12 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
         Raises:
             OutOfMemory: The fit does not fit into memory; the message names choices that need less.
-            StateError: The file of `resume` belongs to another fit.
             InvalidData: A batch cannot be used. As after every error, the former posterior is kept.
             InvalidArgument: A hyper-parameter's length matches neither the random parameters nor the outputs; or
-                `decay`, `subset`, `group` or the loader is not accepted (`resume` needs a repeatable order).
+                `decay`, `subset`, `group` or the loader is not accepted.
             InvalidType: The loader cannot be iterated over, or targets are given as a second argument.
             ProcessError: Another process of the group failed, or has another network or other settings; all raise.
-            UnsupportedError: The structure has no `decay`, `group`, `resume` or weights of data.
+            UnsupportedError: The structure has no `decay`, `group` or weights of data.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, several processes without `group`,
@@ -790,8 +781,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         options = FitOptions(
             override=override, progress_bar=progress_bar, decay=decay, subset=subset, generator=generator,
-            check_memory=check_memory, group=group, resume=resume, save_every=save_every,
-            weight_fn=weight_fn, dict_key_weight=dict_key_weight,
+            check_memory=check_memory, group=group, weight_fn=weight_fn, dict_key_weight=dict_key_weight,
         )  # fmt: skip
         self.set_posterior(fit(self.snapshot(), train_loader, options))
 

@@ -22,7 +22,7 @@ class DataBar:
         self._bar = _bar(label) if shown else None
         self._batches = 0
 
-    def add(self, n_data: int, *, done: bool = False) -> None:
+    def add(self, n_data: int) -> None:
         """Counts a batch."""
         bar = self._bar
         if bar is None:
@@ -30,11 +30,7 @@ class DataBar:
         self._batches += 1
         if self.n_batches is not None:  # as if all batches were like those so far
             bar.total = round((bar.n + n_data) * self.n_batches / self._batches)
-        if done:
-            bar.initial, bar.n = bar.initial + n_data, bar.n + n_data
-            bar.unpause()
-        else:
-            bar.update(n_data)
+        bar.update(n_data)
 
     def close(self) -> None:
         """Ends the bar, at the number of data that there were."""

@@ -5,8 +5,7 @@
                       → sum_data                readings of the data: one `Fit`
         → Posterior.with_data
 
-A fit over several processes takes the same way; what they exchange is in `processes.py`, files of interrupted fits are
-in `resuming.py`.
+A fit over several processes takes the same way; what they exchange is in `processes.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
 from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, outputs, same_count
-from laplace.engines.kron_parts import UNUSED
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.fitting import checks, planning, processes
 from laplace.fitting.planning import FitPlan, MemoryCheck
-from laplace.fitting.processes import Begun, FitDescription, agree_on_fit
-from laplace.fitting.resuming import Resumable
+from laplace.fitting.processes import Begun, agree_on_fit
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
@@ -67,8 +64,6 @@ class FitOptions:
     generator: torch.Generator | None = None
     check_memory: bool = True
     group: Any = None
-    resume: Any = None
-    save_every: Any = None
     weight_fn: Any = None
     dict_key_weight: Any = None
     first_pass: FirstPass | None = None  # Makes the first pass over the data; None for that of the structure
@@ -89,8 +84,6 @@ class FitOptions:
             raise InvalidArgument(
                 f"weight={self.removed_weight}; it must be in (0, 1]: 1, or decay**k after k fits with that decay."
             )
-        if self.resumable is not None and self.subset is not None:
-            raise UnsupportedError(f"resume= with subset={self.subset}, a choice that another process would draw anew.")
         if self.subset is not None:
             check_generator(self.generator)
             if self.generator is None:  # drawn here, since a fit puts the global source back where it was
@@ -106,11 +99,6 @@ class FitOptions:
         """How often every datum counts; None for once."""
         return DataWeights.of(self.weight_fn, self.dict_key_weight)
 
-    @cached_property
-    def resumable(self) -> Resumable | None:
-        """The file from which the fit goes on, and to which it is written; None without one."""
-        return Resumable.of(self.resume, self.save_every, self.processes)
-
     def within(self, network: Processes | None) -> FitOptions:
         """The same with the group of a network that is sharded by FSDP2, which must be of the ranks that were given."""
         if network is None or (self.processes is not None and self.processes.group is network.group):
@@ -118,7 +106,7 @@ class FitOptions:
         return replace(self, group=network.joined(self.processes).group)
 
     def settings(self, posterior: Posterior) -> dict[str, Any]:
-        """What else all processes of a fit, or two that resume each other, must have in common, by name."""
+        """What else all processes of a fit must have in common, by name."""
         n_former = 0 if self.override or posterior.data is None else posterior.data.fit.n_data
         weights = {"weights of the data": self.weights and self.weights.name}
         if self.removed_weight is not None:
@@ -157,8 +145,6 @@ def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Pos
         after = new.after(total, former_content)
     checks.warn_of_diagonals(new.fit, after.problem)
     _look_for_sigmoid(after, new.reference)
-    if options.resumable is not None:
-        options.resumable.end()
     return after
 
 
@@ -273,23 +259,19 @@ def _engine_of(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
 def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, first: DeterminismCheck | None) -> Begun:
     """A reading of the data that has begun; `first` looks at the first batch."""
     _refuse_unsupported(posterior, options)
-    key, given = posterior.choices.dict_key_y, loader
+    key = posterior.choices.dict_key_y
     batches.require_loader(loader, "train_loader")
     if options.processes is not None:
         loader = processes.without_padding(loader, key)
     _require_rereadable(loader, posterior.choices.structure, options)
     if options.weights is not None:
         loader = options.weights.loader(loader, key)
-    if options.resumable is not None:
-        options.resumable.begin(given, posterior.hypers.device)
     begun = _begin_reading(loader, key, posterior.hypers.device)
     if begun is not None:
         x, y, loader = begun
         with named("batch 0"), noticing_swap(posterior.model, posterior.call, y):
             posterior = infer_from_first_batch(posterior, x, y, first)
-    if options.resumable is not None:
-        options.resumable.go_on_as(FitDescription.of(posterior, options.settings(posterior)).with_sizes(given))
-    return Begun(posterior, loader, begun and begun[:2], options.resumable.reading if options.resumable else 1)
+    return Begun(posterior, loader, begun and begun[:2])
 
 
 def _refuse_unsupported(posterior: Posterior, options: FitOptions) -> None:
@@ -474,13 +456,11 @@ class _Readings:
     draws: Tensor | None = None  # state of the engine's generator before a reading
 
     def fit(self) -> Fit:
-        engine, resume = self.engine, self.options.resumable
+        engine = self.engine
         self.draws = None if engine.generator is None else engine.generator.get_state()
         if self.options.processes is not None:
             with suppress(InvalidData):  # there are no sums yet: this refuses a pass that does not add up over shards
                 self.data_pass.form()
-        if resume is not None:
-            self._go_on(resume)
         while True:
             if engine.generator is not None and self.draws is not None:
                 engine.generator.set_state(self.draws)  # every reading is of the same sampled curvature
@@ -488,13 +468,13 @@ class _Readings:
                 totals, coverage = self._read(), None
             else:
                 totals, coverage = processes.sum_over(
-                    self.options.processes, self._read, self.data_pass, engine, self._coverage
+                    self.options.processes, self._read, self.data_pass, engine, engine.coverage
                 )
             totals = self._counted_alike(totals)
             self.first_sums = self.first_sums or totals
             result = self.data_pass.finish()
             if isinstance(result, Curvature):
-                coverage = coverage or self._coverage()  # of which some is known only now, where data were chosen
+                coverage = coverage or engine.coverage()  # of which some is known only now, where data were chosen
                 if forms := result.forms():
                     names = engine.problem.layout.names
                     coverage = {n: f"{coverage.get(n, '?')} → {form}" for n, form in zip(names, forms, strict=True)}
@@ -506,8 +486,6 @@ class _Readings:
                     result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used, gaps=counted.gaps
                 )
             self.data_pass, self.first_batch, self.number = result, None, self.number + 1
-            if resume is not None:
-                resume.next_reading()
 
     def _counted_alike(self, totals: BatchSummary | None) -> BatchSummary:
         """The sums of a reading, if it was of as many data as the first one."""
@@ -529,10 +507,10 @@ class _Readings:
 
     def _read(self) -> BatchSummary | None:
         """Feeds every batch to the pass; returns sums of what they contribute besides curvature, or None."""
-        first, resume, engine = self.first_batch, self.options.resumable, self.engine
+        first, engine = self.first_batch, self.engine
         if self.first_sums is None and self.memory is not None:
             self._ask_memory(self.memory)
-        total = None if resume is None else self._sums_so_far(resume)
+        total: BatchSummary | None = None
         label = "fit" if self.choices.structure.n_passes == 1 else f"fit, reading {self.number}"
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
@@ -540,26 +518,19 @@ class _Readings:
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
                 data = self._counted(batch)
-                is_summed = resume is not None and resume.passes_over(data)
                 if data is None:
                     continue
                 if self.content is not None and self.number == 1:
                     self.content.see(*data[:2])
-                if not is_summed:
-                    total = self._extended(total, *data)
+                total = self._extended(total, *data)
                 if first is not None:
                     conditions.read()
                     first.run(*data[:2])
                     first = None
-            bar.add(len(data[1]), done=is_summed)
-            if resume is not None and not is_summed and resume.is_due():
-                conditions.read()
-                self._save(resume, total)
+            bar.add(len(data[1]))
         conditions.read()
         bar.close()
         engine.keeps = False
-        if resume is not None:
-            resume.require_passed()
         return None if total is None else replace(total, n_data=total.count)
 
     def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
@@ -580,11 +551,6 @@ class _Readings:
             raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
         return total.joined(new)
 
-    def _coverage(self) -> dict[str, str]:
-        """Rule that explained every tensor, also before the fit was interrupted."""
-        former = {} if self.options.resumable is None else self.options.resumable.coverage
-        return {**former, **{n: rule for n, rule in self.engine.coverage().items() if former.get(n, UNUSED) == UNUSED}}
-
     def _ask_memory(self, check: MemoryCheck) -> None:
         """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
         least = self.engine.profile_by_shapes()
@@ -596,35 +562,6 @@ class _Readings:
         profile = self.engine.profile_by_shapes(x)
         if profile is not None:
             raise check.refusal(profile, lacking)
-
-    # A fit that goes on where another process was interrupted.
-
-    def _go_on(self, resume: Resumable) -> None:
-        """Takes over the pass of the file, with its number and its draws."""
-        self.data_pass.state()  # refuses a pass that cannot be saved, before data are read
-        at = resume.at
-        if at is None:
-            return
-        self.data_pass, self.first_sums, self.number = self.data_pass.resumed(resume.taken()), at.first, at.reading
-        self.draws = self.draws if at.draws is None else at.draws[0].cpu()
-
-    def _sums_so_far(self, resume: Resumable) -> BatchSummary | None:
-        """Sums of the batches that were read before the fit was interrupted, of which the random numbers go on."""
-        if resume.at is None:
-            if self.number > 1:
-                self._save(resume, None)  # what the readings before have found
-            return None
-        if self.engine.generator is not None and resume.at.draws is not None:
-            self.engine.generator.set_state(resume.at.draws[1].cpu())
-        return resume.at.total
-
-    def _save(self, resume: Resumable, total: BatchSummary | None) -> None:
-        source = self.engine.generator
-        draws = None if source is None or self.draws is None else (self.draws, source.get_state())
-        resume.save(
-            reading=self.number, data_pass=self.data_pass.state(), total=total, first=self.first_sums,
-            coverage=self._coverage(), draws=draws,
-        )  # fmt: skip
 
 
 @contextmanager

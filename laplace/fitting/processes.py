@@ -20,7 +20,6 @@ from laplace.core.batch import Inputs
 from laplace.core.nested import digest, has_room
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
-from laplace.core.progress import known_length
 from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
@@ -32,7 +31,7 @@ from laplace.structures.base import DataPass
 
 @dataclass(frozen=True, eq=False)
 class FitDescription:
-    """A fit that is about to be made, without its data, in values that other processes, and later ones, can compare."""
+    """A fit that is about to be made, without its data, in values that other processes can compare."""
 
     settings: Mapping[str, str]  # Settings by name, as words
     names: tuple[str, ...]  # Names of the network's parameters and buffers
@@ -71,13 +70,6 @@ class FitDescription:
             channel_dim=choices.channel_dim,
         )
 
-    def with_sizes(self, loader: Iterable[Any]) -> FitDescription:
-        """The same with the numbers of batches and data, where they are known."""
-        data = getattr(loader, "dataset", None)
-        sizes = {"number of batches": known_length(loader)}
-        sizes["size of the data set"] = len(data) if isinstance(data, Sized) else None
-        return replace(self, settings={**self.settings, **{name: repr(value) for name, value in sizes.items()}})
-
     def difference(self, other: FitDescription, whose: str) -> tuple[str, str | None]:
         """Words for the first difference from another one, and the tensor that has other numbers; empty if equal.
 
@@ -111,15 +103,13 @@ class Begun:
     posterior: Posterior  # The former posterior, with what the first batch tells
     loader: Iterable[Any]  # Gives every batch, also the one that was read
     first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
-    reading: int = 1  # Number of the reading; more than 1 in a fit that goes on where it was interrupted
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What a process is about to fit, from which reading on, and a digest of its first batch; None without data."""
+    """What a process is about to fit, and a digest of its first batch; None without data."""
 
     description: FitDescription
-    reading: int
     batch: str | None
 
 
@@ -133,7 +123,7 @@ def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Map
     def attempt() -> _Message:
         begun.append(here := begin())
         batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
-        return _Message(FitDescription.of(here.posterior, settings), here.reading, batch)
+        return _Message(FitDescription.of(here.posterior, settings), batch)
 
     messages = processes.gather_results(attempt)
     _compare(messages)
@@ -160,12 +150,6 @@ def _compare(messages: Sequence[_Message]) -> None:
         difference, tensor = message.description.difference(messages[0].description, "rank 0")
         if difference:
             raise _differing(rank, f"{difference}{'' if tensor is None else _BROADCAST}")
-        if message.reading != messages[0].reading:
-            raise _differing(
-                rank,
-                f"goes on from reading {message.reading} of its file, rank 0 from {messages[0].reading}: remove all "
-                "files of resume=",
-            )
     told = {rank: message.description for rank, message in enumerate(messages)}
     _compare_known({rank: (fit.random, fit.layer) for rank, fit in told.items() if fit.random},
                    "makes other parameters random than rank {}")  # fmt: skip

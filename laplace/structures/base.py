@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import wraps
@@ -86,35 +86,6 @@ class DataPass(ABC):
             UnsupportedError: The pass does not add up.
         """
         raise self._no_sum()
-
-    def state(self) -> dict[str, Any]:
-        """All that another process needs to go on after the batches so far, also before the first one.
-
-        Tensors, numbers, strings, and lists and dicts of them: the sums as they are held, and what earlier readings
-        found, so that further batches are added to the same bits.
-
-        Raises:
-            UnsupportedError: The pass does not say what it holds.
-        """
-        raise self._not_saved()
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        """The pass of a state: this one, the first of a fit that begins alike, or one that follows it.
-
-        Args:
-            state: What `state` gave, on the device of the sums.
-
-        Raises:
-            UnsupportedError: The pass does not say what it holds.
-        """
-        raise self._not_saved()
-
-    def _not_saved(self) -> UnsupportedError:
-        return UnsupportedError(
-            f"resume= with {type(self).__name__}, which cannot be saved between two batches: it chooses among the data "
-            "that it reads, is trained on them, or is a user's own without the methods state and resumed of DataPass. "
-            "Fit without resume=."
-        )
 
     def _no_sum(self) -> UnsupportedError:
         return UnsupportedError(
@@ -458,14 +429,6 @@ class SumPass(DataPass, Generic[A]):
     def make_room(self, form: Any) -> None:
         zeros = self.structure.from_state(nested.zeros_of(form, self.engine.problem.device))
         self.total = zeros if self.total is None else self.total.kept(additive=True) + zeros
-
-    def state(self) -> dict[str, Any]:
-        return {"total": nested.state_of(self.total)}  # by its fields: `Curvature.state` is of a sum that is complete
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        total = state["total"]
-        self.total = None if total is None else nested.from_state(self.structure, total)
-        return self
 
     def finish(self) -> Curvature | DataPass:
         return self._read().kept()

@@ -7,7 +7,7 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -256,14 +256,6 @@ class _Factors(SumPass[KronCurvature]):
     def __init__(self, engine: CurvatureEngine) -> None:
         super().__init__(KronCurvature, engine)
 
-    def state(self) -> dict[str, Any]:
-        return {"factors": super().state()}
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        if "factors" not in state:
-            return _Correction.of_state(self.engine, state)
-        return super().resumed(state["factors"])
-
     def finish(self) -> DataPass:
         kron = self._read().kept()
         return _Correction(self.engine, KronCurvature(kron.parts), eigenbases(kron))  # without its decomposition
@@ -281,18 +273,6 @@ class _Correction(Correction):
     ) -> None:
         super().__init__(engine, bases, corrected)
         self.kron, self.eigenbases = kron, bases
-
-    @classmethod
-    def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:
-        """The pass of what `state` gave."""
-        kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
-        none = kron.parts.like.new_zeros(engine.problem.layout.n_params)
-        bases = _bases_of(state["bases"], kron, none if corrected is None else corrected[0])
-        return cls(engine, kron, bases, corrected)
-
-    def state(self) -> dict[str, Any]:
-        bases = [_parts(basis) for basis in self.eigenbases]
-        return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
 
     def finish(self) -> Curvature:
         return EkfacCurvature(self.kron, self.eigenbases, self.read())

@@ -586,10 +586,6 @@ class FullPass(SumPass[FullCurvature]):
         super().__init__(structure, engine)
         self.options = options
 
-    def state(self) -> dict[str, Any]:
-        self.total = None if self.total is None else self.total.kept(additive=True)
-        return super().state()
-
     def finish(self) -> Curvature | DataPass:
         total = super().finish()
         return replace(total, saves_rows=self.options.save_rows) if isinstance(total, RowCurvature) else total

@@ -7,7 +7,7 @@ Rayleigh–Ritz step of algorithm 5.3), which reads the data several times and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -655,24 +655,6 @@ class _Reading(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "basis": self.basis,
-            "left": self.left,
-            "trace": self.trace,
-            "measures_trace": self.measures_trace,
-            "products": self.products,
-            "is_rounded": self.is_rounded,
-            "generator": self.generator.get_state(),
-        }
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        self.generator.set_state(state["generator"].cpu())
-        later = _Reading(self.engine, self.options, self.generator, state["basis"], state["left"], state["trace"])
-        later.measures_trace, later.products = state["measures_trace"], state["products"]
-        later.is_rounded = state.get("is_rounded", False)
-        return later
 
     def make_room(self, form: Any) -> None:
         if self.products is None:

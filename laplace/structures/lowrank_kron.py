@@ -14,7 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -766,18 +766,6 @@ class _Reading(DataPass):
         if self.diagonal is None:
             self.diagonal = zeros.diagonal
 
-    def state(self) -> dict[str, Any]:
-        held = {"products": nested.state_of(self.products), "diagonal": self.diagonal}
-        return held if self.ranges is None else {**held, "ranges": self.ranges.bases}
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        if "curvature" in state:
-            return _Correction.of_state(self.engine, state)
-        ranges = state.get("ranges")
-        later = _Reading(self.engine, self.chosen, None if ranges is None else Ranges(ranges), state["diagonal"])
-        later.products = nested.from_state(KronParts | None, state["products"])
-        return later
-
     def _read(self) -> tuple[KronParts, Tensor]:
         if self.products is None or self.diagonal is None:
             raise InvalidData("no batch was read.")
@@ -803,14 +791,6 @@ class _Correction(Correction):
     ) -> None:
         super().__init__(engine, curvature.grids, corrected)
         self.curvature = curvature  # That of the first two readings
-
-    @classmethod
-    def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:
-        """The pass of what `state` gave."""
-        return cls(engine, LowRankKronCurvature.from_state(state["curvature"]), state["corrected"])
-
-    def state(self) -> dict[str, Any]:
-        return {"curvature": self.curvature.state(), "corrected": self.corrected}
 
     def finish(self) -> Curvature:
         every = self.curvature.grids

@@ -8,7 +8,7 @@ columns, is held. Where P is small the matrix is less work than its products, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.nested import entries, from_state, is_finite, require_sizes, state_of
+from laplace.core.nested import entries, from_state, is_finite, require_sizes
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.engines.profile import BatchProfile
@@ -779,15 +779,6 @@ class _Holding(DataPass):
         else:
             _, self.factors = self.factors.with_batch(self.engine, x, y)
         require_finite(self.factors.is_finite())
-
-    def state(self) -> dict[str, Any]:
-        return {"factors": state_of(self.factors), "data": [batch.state() for batch in self.data]}
-
-    def resumed(self, state: Mapping[str, Any]) -> DataPass:
-        factors = state["factors"]
-        self.factors = None if factors is None else from_state(KronCurvature, factors)
-        self.data = [HeldBatch.from_state(batch) for batch in state["data"]]
-        return self
 
     def finish(self) -> MatrixFreeCurvature:
         if not self.data:

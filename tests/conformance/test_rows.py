@@ -308,15 +308,12 @@ def test_curvature_that_is_no_sum_of_rows_stays_a_matrix() -> None:
     assert type(assigned.fitted().curvature) is FullCurvature
 
 
-def test_sums_that_are_written_or_exchanged_are_a_matrix(tmp_path: Any) -> None:
+def test_sums_that_are_exchanged_are_a_matrix() -> None:
     case = Case(catalogue.get("mlp_classification"), "full", "all")
     la = case.build()
-    path = tmp_path / "fit.safetensors"
-    la.fit(case.problem.batches(2), resume=path, save_every=2)
     reading = FullPass(FullCurvature, la.engine, FitOptions())
     reading.add(case.problem.x, case.problem.y)
-    assert [tuple(tensor.shape[1:]) for tensor in reading.sums().values()] == [tuple(la.H.shape)]
-    same(la, case.fit(), case.problem.x)
+    assert [tuple(tensor.shape[1:]) for tensor in reading.sums().values()] == [tuple(case.fit().H.shape)]
 
 
 # States and copies.

@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,26 +311,6 @@ def test_key_of_weights_is_not_given_to_the_network() -> None:
         la.fit([batch], dict_key_weight="importance")
     with pytest.raises(MissingKey, match="no mapping"):
         la.fit([(problem.x, problem.y)], dict_key_weight="weight")
-
-
-def test_interrupted_fit_goes_on_with_its_weights(tmp_path: Path) -> None:
-    problem = catalogue.get("mlp_classification")
-    path, case, weights = tmp_path / "fit", Case(problem, "kron", "all"), fractions(problem)
-    batches = [(x, y) for x, y in zip(problem.x.split(2), problem.y.split(2), strict=True)]
-
-    def weigh(x: Tensor, y: Tensor) -> Tensor:
-        return weights[[int((problem.x == row).all(1).nonzero()) for row in x]]
-
-    la, expected = case.build(), case.build()
-    expected.fit(batches, weight_fn=weigh)
-    with pytest.raises(InvalidData):
-        la.fit([*batches[:2], (problem.x[:1] * torch.nan, problem.y[:1])], weight_fn=lambda x, y: weigh(x, y)
-               if bool(x.isfinite().all()) else torch.ones(1), resume=path, save_every=1)  # fmt: skip
-    with pytest.raises(InvalidData, match="other data"):
-        case.build().fit(batches, weight_fn=lambda x, y: 2 * weigh(x, y), resume=path)
-    la.fit(batches, weight_fn=weigh, resume=path)
-    assert torch.equal(la.posterior_precision.to_matrix(), expected.posterior_precision.to_matrix())
-    assert la.n_data == expected.n_data
 
 
 def test_state_knows_that_data_had_weights() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import traceback
 import warnings
@@ -261,36 +260,6 @@ def errors_reach_all_processes(rank: int) -> None:
     assert_same(found(alone()), found(la))
 
 
-def interrupted_fits_go_on(rank: int) -> None:
-    """Every process from a file of its own: rank 0 was interrupted, rank 1 had read its shard by then."""
-    mine = batches(*SHARDS["uneven"][rank])
-    (folder,) = of_rank_0(rank, tempfile.mkdtemp)
-    for structure, reads in (("kron", 2), ("ekfac", len(mine) + 2)):
-        whole, begun, again = (make("all", structure) for _ in range(3))
-        whole.fit(mine, group=distributed.group.WORLD)
-        file = Path(folder, structure)
-        with pytest.raises(ProcessError if rank else OSError, match="disk"):
-            begun.fit(Once(mine, None if rank else reads), group=distributed.group.WORLD, resume=file, save_every=1)
-        assert Path(f"{file}.{rank}").exists()
-        distributed.barrier()
-        again.fit(mine, group=distributed.group.WORLD, resume=file, save_every=1)
-        assert_same(found(whole), found(again))
-        assert not Path(f"{file}.{rank}").exists()
-    file = Path(folder, "apart")
-    with pytest.raises(ProcessError if rank else OSError, match="disk"):
-        make("all", "ekfac").fit(
-            Once(mine, None if rank else len(mine) + 2), group=distributed.group.WORLD, resume=file, save_every=1
-        )
-    if rank:
-        Path(f"{file}.{rank}").unlink()
-    distributed.barrier()
-    with pytest.raises(ProcessError, match=r"rank 1.*from reading 1 of its file, rank 0 from 2: remove all"):
-        make("all", "ekfac").fit(mine, group=distributed.group.WORLD, resume=file)
-    distributed.barrier()
-    if rank == 0:
-        shutil.rmtree(folder)
-
-
 def of_rank_0(rank: int, make_value: Callable[[], Any]) -> list[Any]:
     """A value that rank 0 makes."""
     value = [make_value() if rank == 0 else None]
@@ -511,7 +480,7 @@ def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
 CHECKS = [
     products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped,
     sampled_targets_differ, wide_matrices_arrive_whole,
-    errors_reach_all_processes, interrupted_fits_go_on, mixtures_pass_the_group_on,
+    errors_reach_all_processes, mixtures_pass_the_group_on,
     collectives_are_few, grids_are_of_all_validation_data,
     training_follows_the_evidence_of_all_data,
     lightning_trains_with_two_devices, the_trainer_ends_with_the_posterior_of_all_data,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import FullLaplace, ParametricLaplace
-from laplace.errors import CurvatureError, SlowWarning, StateError, UnsupportedError
+from laplace.errors import CurvatureError, SlowWarning, UnsupportedError
 from laplace.structures import STRUCTURES, Curvature, CurvatureFromDense, DenseDefaults, PrecisionFromDense
 from laplace.structures import dense_defaults as module
 from laplace.structures.base import DataPass
@@ -157,24 +157,6 @@ def test_it_is_saved_and_moved_by_its_fields() -> None:
     assert torch.equal(other.H.matrix, la.H.matrix)
     assert la.state_dict()["H"].keys() == {"matrix"}
     assert la.to(dtype=torch.float32).H.matrix.dtype == torch.float32
-
-
-@quiet
-def test_a_fit_of_it_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    model, batches = grid.network(), grid.batches()
-
-    def broken() -> Iterator[Any]:
-        yield from batches[:-1]
-        raise OSError("the disk is gone")
-
-    whole, begun, again = (RootLaplace(model, "classification") for _ in range(3))
-    whole.fit(batches)
-    with pytest.raises(OSError, match="disk"):
-        begun.fit(broken(), resume=tmp_path / "fit", save_every=1)
-    with pytest.raises(StateError, match="number of batches"):
-        again.fit(batches, resume=tmp_path / "fit")
-    again.fit(iter(batches), resume=tmp_path / "fit")
-    assert torch.equal(again.H.matrix, whole.H.matrix)
 
 
 @quiet
