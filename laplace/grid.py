@@ -157,8 +157,8 @@ _OVER_FUNCTIONS = "laplace.function_space.posteriors:"
 ROWS: dict[str, Row] = {
     "full": Row(
         "Full{}Laplace", "full curvature",
-        "Of fewer rows of data than weights it is factored between the rows, which files hold with\n"
-        '`structure_kwargs={"save_rows": True}` alone.', NamedPosterior,
+        "Of fewer rows of data than weights it is factored between the rows, which files do not hold.",
+        NamedPosterior,
         orders={"all": f"{_COMMON} backend_kwargs * {_STRUCTURE}"},
     ),
     "kron": Row(

@@ -153,8 +153,7 @@ class SubnetLaplace(SubnetworkAttributes):
 class FullLaplace(NamedPosterior):
     """All weights, full curvature.
 
-    Of fewer rows of data than weights it is factored between the rows, which files hold with
-    `structure_kwargs={"save_rows": True}` alone.
+    Of fewer rows of data than weights it is factored between the rows, which files do not hold.
     """
     def __init__(
         self,

@@ -101,8 +101,7 @@ class Saved(ABC):
         Args:
             path: The file.
             inputs: Whether the file may hold inputs of training data, as the networks or their layers see them. Those
-                of `"matrix_free"`, Gaussian processes on a subset, `VaLLA` and `"full"` with `save_rows` do, others
-                hold sums over the data.
+                of `"matrix_free"`, Gaussian processes on a subset and `VaLLA` do, others hold sums over the data.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -115,7 +114,7 @@ class Saved(ABC):
         if names and not inputs:
             raise UnsupportedError(
                 f"la.save with inputs=False of hessian_structure={names[0]!r}, whose state holds inputs of training "
-                "data: use 'kron', 'diag', 'full' (without save_rows) or another structure that sums over the data, or "
+                "data: use 'kron', 'diag', 'full' or another structure that sums over the data, or "
                 "accept them by inputs=True."
             )
         nested.write(path, {"recipe": self._recipe, "state": self.state_dict()})

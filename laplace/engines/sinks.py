@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.core import nested
 from laplace.core.gram import group_product
 from laplace.core.layout import Layout
-from laplace.core.nested import named_tensors
+from laplace.core.nested import move, named_tensors
 from laplace.core.precision_policy import product_dtype, wide_dtype, widened
 from laplace.engines.kron_parts import (
     DENSE_BLOCK_LIMIT,
@@ -282,17 +281,11 @@ class KeptRows:
             heads = unrotated(self.blocks)
             running.add_head(heads, self.hessian, n_terms, like)
 
-    def state(self) -> dict[str, Any]:
-        """Tensors, numbers and strings."""
-        hessian = None if self.hessian is None else self.hessian.state()
-        return {"blocks": [block.state() for block in self.blocks], "hessian": hessian, "first": self.first}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> KeptRows:
-        """The rows of a state."""
-        hessian = None if state["hessian"] is None else OutputHessian.from_state(state["hessian"])
-        blocks = [from_state(block) for block in state["blocks"]]
-        return nested.from_state(cls, {**state, "blocks": blocks, "hessian": hessian})
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> KeptRows:
+        """The same rows elsewhere."""
+        hessian = None if self.hessian is None else OutputHessian.from_state(move(self.hessian.state(), device, dtype))
+        blocks = tuple(from_state(move(block.state(), device, dtype)) for block in self.blocks)
+        return KeptRows(blocks, hessian, self.first)
 
 
 class RowSink(FullSink):

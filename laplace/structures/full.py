@@ -25,24 +25,22 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.memory import available, in_units
-from laplace.core.nested import is_finite, move
+from laplace.core.nested import is_finite
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
-from laplace.errors import CurvatureError, OutOfMemory, StateError
+from laplace.errors import CurvatureError, OutOfMemory
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
-from laplace.jacobian.jacobian import Jacobian, require_rows
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
-    DataPass,
     Recent,
     SignedOptions,
-    SumPass,
     keeps_last,
     nonnegative,
     other_structure,
@@ -94,19 +92,6 @@ class HeadRoots:
 
 
 @dataclass(frozen=True)
-class FullOptions(SignedOptions):
-    """Options of the full structure.
-
-    Attributes:
-        indefinite: As of `SignedOptions`.
-        save_rows: Whether states, files and pickles of a posterior that is factored over rows of its data hold these,
-            and with them inputs of layers, instead of the matrix `[P, P]`, which is a sum over the data.
-    """
-
-    save_rows: bool = False
-
-
-@dataclass(frozen=True)
 class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix."""
 
@@ -114,7 +99,7 @@ class FullCurvature(AdditiveCurvature):
     signed: bool = False  # Whether negative eigenvalues are meant; else they are rounding, and zero
     name = "full"
     matrix_dims = 3
-    options = FullOptions
+    options = SignedOptions
     is_exact = True
     is_variational = True
     is_wide = True
@@ -132,14 +117,6 @@ class FullCurvature(AdditiveCurvature):
     @property
     def n_terms(self) -> int:
         return self.sums.n_terms
-
-    @classmethod
-    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return FullPass(cls, engine, options)
-
-    @classmethod
-    def saves_inputs(cls, options: Any) -> bool:
-        return options.save_rows
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
@@ -232,7 +209,7 @@ class FullCurvature(AdditiveCurvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
-        return RowCurvature.of_rows(state) if "rows" in state else FullCurvature.of(state["values"])
+        return FullCurvature.of(state["values"])
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
         nested.require_sizes("H", self.sums.values, None, layout.n_params, layout.n_params)
@@ -423,7 +400,6 @@ class RowCurvature(FullCurvature):
     n_rows: int = 0  # R
     n_bytes: int = 0  # Bytes of the rows
     terms: int = 1  # E
-    saves_rows: bool = False  # Whether its state holds them
 
     @property
     def n_terms(self) -> int:
@@ -431,10 +407,9 @@ class RowCurvature(FullCurvature):
 
     @property
     def note(self) -> str:
-        states = "as states do" if self.saves_rows else "which states do not"
         return (
             f"factored over {self.n_rows:,} rows of the data, fewer than the {self.sums.size:,} weights; holds the "
-            f"inputs of the layers there, {states}"
+            "inputs of the layers there, which states do not"
         )
 
     # Sums over data, which become a matrix as soon as that is less work.
@@ -479,8 +454,7 @@ class RowCurvature(FullCurvature):
             raise OutOfMemory(
                 f"this takes {n_matrices} matrices of {size:,} × {size:,} weights, {in_units(needed)}, and "
                 f"{in_units(there.size)} are available ({there.source}): the posterior is held by {self.n_rows:,} rows "
-                "of its data. Predictions, samples, the evidence and la.functional_variance take no such matrix; to "
-                "save it without one, give structure_kwargs={'save_rows': True} before the fit: then files hold rows."
+                "of its data. Predictions, samples, the evidence and la.functional_variance take no such matrix."
             )
 
     def kept(self, *, additive: bool = False) -> FullCurvature:
@@ -525,31 +499,11 @@ class RowCurvature(FullCurvature):
         weight, basis = (weights[0], self.rows.unit) if self.terms == 1 else (one, self.rows.basis(weights, None))
         return ProjectedScan(lambda *asked: (basis.split(*asked),), weight, 1.0, weights.dtype)
 
-    # What is saved: the rows are what layers see of the data, and stay in memory unless they are asked for.
-
-    def state(self) -> dict[str, Any]:
-        return self._state_of_rows() if self.saves_rows else super().state()
-
-    def _state_of_rows(self) -> dict[str, Any]:
-        rows = [part.state() for part in self.parts]
-        return {"rows": rows, "size": self.sums.size, "terms": self.terms, "saves_rows": self.saves_rows}
-
-    @classmethod
-    def of_rows(cls, state: dict[str, Any]) -> RowCurvature:
-        """The curvature of a state of its rows."""
-        parts = tuple(KeptRows.from_state(part) for part in state["rows"])
-        n_rows, n_bytes = sum(part.count for part in parts), sum(part.n_bytes for part in parts)
-        return cls(MatrixSum(state["size"]), False, parts, n_rows, n_bytes, state["terms"], state["saves_rows"])
+    # What is saved is the matrix: the rows are what layers see of the data, and stay in memory.
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> RowCurvature:
-        return self.of_rows(move(self._state_of_rows(), device, dtype if dtype == wide_dtype() else None))
-
-    def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
-        require_rows([part.blocks for part in self.parts], layout)
-        if not (self.sums.size == layout.n_params and self.terms > 0 and self.parts):
-            raise StateError(f"H has rows of {self.sums.size} weights in {self.terms} terms; save it anew.")
-        if any(part.hessian is not None and len(part.hessian.diag) != part.blocks[0].n_data for part in self.parts):
-            raise StateError("H has output Hessians of other data than its rows; save it anew.")
+        parts = tuple(part.moved(device, dtype if dtype == wide_dtype() else None) for part in self.parts)
+        return replace(self, parts=parts, n_bytes=sum(part.n_bytes for part in parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FullCurvature.from_state, (self.state(),)
@@ -577,18 +531,6 @@ def _factors(tensor: TensorShape, n_data: int, n_rows: int) -> int:
     inputs = 0 if tensor.is_bias else n_data * tensor.positions * tensor.groups * tensor.n_inputs
     outputs = n_data if tensor.is_head else n_rows * tensor.positions * tensor.groups
     return inputs + outputs * tensor.n_outputs if tensor.factored else n_rows * tensor.size
-
-
-class FullPass(SumPass[FullCurvature]):
-    """Adds up batches, of which rows are kept while they are few: in what is exchanged or written half-way none is."""
-
-    def __init__(self, structure: type[FullCurvature], engine: CurvatureEngine, options: Any) -> None:
-        super().__init__(structure, engine)
-        self.options = options
-
-    def finish(self) -> Curvature | DataPass:
-        total = super().finish()
-        return replace(total, saves_rows=self.options.save_rows) if isinstance(total, RowCurvature) else total
 
 
 @dataclass(frozen=True, eq=False)

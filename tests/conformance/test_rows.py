@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from laplace import FullLaplace, Laplace, ParametricLaplace, load
 from laplace.core.memory import Available
 from laplace.curvature import NativeEF, NativeHessian
-from laplace.errors import OutOfMemory, UnsupportedError
-from laplace.fitting.fit import FitOptions
+from laplace.errors import OutOfMemory
 from laplace.structures import full
-from laplace.structures.full import FullCurvature, FullPass, RowCurvature, is_less_work
+from laplace.structures.base import SumPass
+from laplace.structures.full import FullCurvature, RowCurvature, is_less_work
 from tests import problems as catalogue
 from tests.conformance import test_evidence, test_gradients, test_prediction_gradients, test_predictions, test_samples
 from tests.conformance.cases import Case, drawn, few, priors, truth
@@ -311,7 +311,7 @@ def test_curvature_that_is_no_sum_of_rows_stays_a_matrix() -> None:
 def test_sums_that_are_exchanged_are_a_matrix() -> None:
     case = Case(catalogue.get("mlp_classification"), "full", "all")
     la = case.build()
-    reading = FullPass(FullCurvature, la.engine, FitOptions())
+    reading: SumPass[Any] = SumPass(FullCurvature, la.engine)
     reading.add(case.problem.x, case.problem.y)
     assert [tuple(tensor.shape[1:]) for tensor in reading.sums().values()] == [tuple(case.fit().H.shape)]
 
@@ -319,25 +319,17 @@ def test_sums_that_are_exchanged_are_a_matrix() -> None:
 # States and copies.
 
 
-def test_states_hold_the_matrix_unless_rows_are_asked_for(tmp_path: Any) -> None:
+def test_states_hold_the_matrix(tmp_path: Any) -> None:
     case = Case(catalogue.get("mlp_classification"), "full", "all")
-    for saves in (False, True):
-        la = case.fit(prior_precision=0.2, structure_kwargs={"save_rows": saves})
-        kind = RowCurvature if saves else FullCurvature
-        other = case.build(structure_kwargs={"save_rows": saves})
-        other.load_state_dict(la.state_dict())
-        la.save(tmp_path / "la.safetensors")
-        loaded = load(tmp_path / "la.safetensors", case.problem.make_model())
-        for one in (other, loaded, pickle.loads(pickle.dumps(la))):
-            assert type(one.fitted().curvature) is kind
-            same(one, la, case.problem.x)
-        same(copy.deepcopy(la), la, case.problem.x)
-        held(copy.deepcopy(la))
-        if saves:
-            with pytest.raises(UnsupportedError, match="save_rows"):
-                la.save(tmp_path / "la.safetensors", inputs=False)
-        else:
-            la.save(tmp_path / "la.safetensors", inputs=False)
+    la, other = case.fit(prior_precision=0.2), case.build()
+    other.load_state_dict(la.state_dict())
+    la.save(tmp_path / "la.safetensors", inputs=False)
+    loaded = load(tmp_path / "la.safetensors", case.problem.make_model())
+    for one in (other, loaded, pickle.loads(pickle.dumps(la))):
+        assert type(one.fitted().curvature) is FullCurvature
+        same(one, la, case.problem.x)
+    same(copy.deepcopy(la), la, case.problem.x)
+    held(copy.deepcopy(la))
 
 
 def test_moving_keeps_the_rows() -> None:
@@ -354,7 +346,7 @@ def test_matrices_for_which_there_is_no_memory_are_refused(monkeypatch: pytest.M
     la = case.fit()
     monkeypatch.setattr(full, "available", lambda device: Available(1000, "a test"))
     for ask in (lambda: la.H, lambda: la.posterior_precision, lambda: la.posterior_covariance, la.state_dict):
-        with pytest.raises(OutOfMemory, match="save_rows"):
+        with pytest.raises(OutOfMemory, match="no such matrix"):
             ask()
     la(case.problem.x)
     la.sample(2)

@@ -41,10 +41,6 @@ def _fitted(la: Any, likelihood: str = "classification", **options: Any) -> None
     la.fit(grid.batches(likelihood), **options)
 
 
-def _with_rows() -> Any:
-    return grid.make("all", "full", "regression", structure_kwargs={"save_rows": True})
-
-
 def _refined(la: Any) -> None:
     la.fit(grid.batches("regression"))
     la.refine(grid.batches("regression"))
@@ -65,7 +61,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
     "sod": (lambda: _functional("sod"), _fitted, "classification"),
     "nystrom": (lambda: _functional("nystrom"), _fitted, "classification"),
     "variational": (lambda: _functional("variational"), lambda la: _fitted(la, iterations=1), "classification"),
-    "rows": (_with_rows, lambda la: _fitted(la, "regression"), "regression"),
     "refined": (lambda: grid.make("all", "full", "regression"), _refined, "regression"),
     "calibrated": (lambda: grid.make("all", "kron", "regression"), _calibrated, "regression"),
     "mixture": (_mixture, _fitted, "classification"),
