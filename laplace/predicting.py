@@ -131,7 +131,7 @@ class Predicting(ABC):
     def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
         self, x: Tensor | tuple[Any, ...] | Mapping[Any, Any], pred_type: PredTypeName = ..., joint: bool = ...,
         link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
-        generator: torch.Generator | None = ..., *, local_reparameterization: bool = ..., outputs: Given = ...,
+        generator: torch.Generator | None = ..., *, outputs: Given = ...,
         group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
     ) -> Prediction: ...  # fmt: skip
 
@@ -139,7 +139,7 @@ class Predicting(ABC):
     def predict(
         self, x: Iterable[Any], pred_type: PredTypeName = ..., joint: bool = ...,
         link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
-        generator: torch.Generator | None = ..., *, local_reparameterization: bool = ..., outputs: Given = ...,
+        generator: torch.Generator | None = ..., *, outputs: Given = ...,
         group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
     ) -> Iterator[Prediction]: ...  # fmt: skip
 
@@ -154,7 +154,6 @@ class Predicting(ABC):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         *,
-        local_reparameterization: bool = False,
         outputs: Given = None,
         group_size: int | None = None,
         progress_bar: bool = False,
@@ -176,8 +175,6 @@ class Predicting(ABC):
             diagonal_output: Compute variances of the outputs only, no covariances between them.
             generator: Random generator. Its state is copied, so that results do not depend on the order in which you
                 read quantities; it is advanced once.
-            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: sample the pre-activations of
-                linear and convolutional layers instead of the weights, independently per datum (Kingma et al., 2015).
             outputs: Which of the outputs to predict, as in `__call__`; `Prediction.outputs` gives their indices.
             group_size: Number of inputs in a group that gets a joint Gaussian, as in `__call__`.
             progress_bar: Show a progress bar over the batches of a loader.
@@ -188,11 +185,9 @@ class Predicting(ABC):
             InvalidArgument: An option is not accepted, such as `joint` with a loader.
             InvalidData: A batch of a loader has no inputs.
             ModelChangedError: The network was trained further after `fit`; also raised when a quantity is read.
-            UnsupportedError: `local_reparameterization` without a diagonal posterior, or without `pred_type="nn"`.
         """
         options = PredictOptions(
-            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size,
-            local_reparameterization=local_reparameterization,
+            pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
         )  # fmt: skip
         if is_loader(x):
             return predicted_batches(self._predict_with, x, options, model_kwargs, progress_bar=progress_bar)

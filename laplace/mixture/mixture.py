@@ -505,7 +505,7 @@ def _arguments(la: ParametricLaplace, options: PredictOptions) -> tuple[Any, ...
     )
 
 
-_BY_NAME = ("fitting", "observation_noise", "local_reparameterization", "outputs", "group_size")
+_BY_NAME = ("fitting", "observation_noise", "outputs", "group_size")
 
 
 def _changed_options(options: PredictOptions) -> dict[str, Any]:

@@ -67,7 +67,6 @@ class PredictOptions:
         choice: `outputs` as rows of the network read them, after `for_network`.
         fitting: Of `la(x)`: preference probabilities of pairs.
         observation_noise: Of `la(x)`: σ² is added to the variance.
-        local_reparameterization: Of `la.predict(x)`: pre-activations are sampled in place of weights.
     """
 
     pred_type: PredType | str = PredType.GLM
@@ -81,7 +80,6 @@ class PredictOptions:
     choice: OutputChoice | None = None
     fitting: bool = False
     observation_noise: bool = False
-    local_reparameterization: bool = False
 
     @property
     def form(self) -> str:

@@ -176,7 +176,7 @@ class Predictor:
     ) -> PosteriorOutputs:
         """The prediction at x, with what users' classes override of it."""
         rows = self._outputs(x, kind, options, draws, model_kwargs)
-        if options.local_reparameterization or not self.posterior.overrides(*PREDICTIONS):
+        if not self.posterior.overrides(*PREDICTIONS):
             return rows
         return users_outputs(self.posterior, rows, x, kind, model_kwargs)
 
@@ -184,11 +184,11 @@ class Predictor:
         self, x: Inputs, kind: PredType, options: PredictOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction at x without users' own samples and variances at given inputs."""
-        if kind != PredType.NN and not options.local_reparameterization:
+        if kind != PredType.NN:
             refuse_model_kwargs(model_kwargs)
             source = self.linearised(x, options.choice, options.group_size)
         else:
-            source = self._sampled(x, kind, options, model_kwargs)
+            source = self._sampled(x, options, model_kwargs)
         sigma = self.posterior.sigma_noise if source.create_graph else self.posterior.sigma_noise.detach()
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
         return PosteriorOutputs(source, self.posterior.likelihood, sigma, options, draws)
@@ -203,26 +203,16 @@ class Predictor:
             precision = posterior.predictive_precision()
         return LinearisedOutputs(posterior, precision, x, graph, self.through_x, choice, group_size)
 
-    def _sampled(
-        self, x: Inputs, kind: PredType, options: PredictOptions, model_kwargs: dict[str, Any]
-    ) -> SampleSource:
-        """Outputs of the network at sampled weights, or with noise on its pre-activations."""
-        from laplace.predictive.sampled import ReparameterisedOutputs, SampledOutputs, refuse_refined
+    def _sampled(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> SampleSource:
+        """Outputs of the network at sampled weights."""
+        from laplace.predictive.sampled import SampledOutputs, refuse_refined
 
-        posterior, graph, structure = self.posterior, self.graph, self.posterior.choices.structure
-        if options.local_reparameterization and (kind != PredType.NN or not structure.is_diagonal):
-            raise UnsupportedError(
-                f"local_reparameterization=True with pred_type={str(kind)!r} and "
-                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
-                "use pred_type='nn' and hessian_structure='diag'."
-            )
+        posterior, graph = self.posterior, self.graph
         check_model_kwargs(posterior.problem.module, model_kwargs)
         self._look_at(x)
         refuse_refined(posterior.refined_step, posterior.problem)
         more = x, model_kwargs, graph, self.through_x, options.choice
         with torch.set_grad_enabled(graph):
-            if options.local_reparameterization:
-                return ReparameterisedOutputs(posterior, posterior.predictive_precision().diagonal_of_inverse(), *more)
             return SampledOutputs(posterior, posterior.sampler(), *more)
 
     def _look_at(self, x: Inputs) -> None:

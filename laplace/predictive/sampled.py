@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +21,8 @@ from laplace.core.checks import require
 from laplace.core.memory import Unit, in_slices
 from laplace.core.positions import OutputChoice, OutputRows, unrolled
 from laplace.core.precision_policy import widened
-from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.engines.native.autograd import without_cudnn
-from laplace.engines.native.forward import owners
-from laplace.engines.native.rules import rule_for
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.predictive.latent import SampleSource, widest
 from laplace.weights.problem import Problem
@@ -330,127 +326,3 @@ def refuse_refined(step: Tensor | None, problem: Problem) -> None:
             "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
             "network itself; use pred_type='glm', or fit anew."
         )
-
-
-# Local reparameterisation (Kingma, Salimans and Welling, 2015; Immer et al., 2021, A.3.3): noise on pre-activations.
-#
-# Under a diagonal posterior the output of a layer that is linear in its weights is Gaussian given its input, z ~
-# N(W a + b, V_W a² + v_b), so that one forward pass draws it for every datum anew: a sample of the network costs no
-# sample of the weights, and data do not share their noise, which makes averages over data less noisy. Of positions
-# (tokens, pixels) the noise is drawn for every position, as is usual: each pre-activation has its right distribution,
-# while positions share no weights any more. Layers without this form (scales, embeddings, recurrent ones) take sampled
-# weights, shared by the batch.
-
-
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True, eq=False)
-class ReparameterisedOutputs(SampleSource):
-    """Outputs of the network with noise on the pre-activations of its linear and convolutional layers.
-
-    Attributes:
-        posterior: Diagonal.
-        variances: Of the weights, `[P]`.
-        x, model_kwargs, create_graph, through_x, choice: As of `SampledOutputs`.
-    """
-
-    posterior: Posterior
-    variances: Tensor
-    x: Inputs
-    model_kwargs: dict[str, Any]
-    create_graph: bool
-    through_x: bool
-    choice: OutputChoice | None = None
-
-    @property
-    def problem(self) -> Problem:
-        return self.posterior.problem
-
-    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
-        self.posterior.check_unchanged()
-        problem, mean = with_arguments(self.problem, self.model_kwargs), self.posterior.mean
-        shared = self._shared(problem, self.layers(problem))
-        noise = standard_normal((n, int(shared.sum())), mean, generator)
-        x = batches.to_device(self.x, problem.device)
-        x = x if self.through_x else detached(x)
-        drawn: list[Tensor] = []
-        with problem.apart() as own, ExitStack() as hooks:
-            layers = self.layers(own)
-            fired = hooks.enter_context(_noisy(layers, generator))
-            for row in noise:
-                theta = mean.clone()
-                theta[shared] += self.variances[shared].sqrt() * row
-                fired.clear()
-                drawn.append(own.run(own.substituted(theta), x))
-                self._require_once(own, layers, fired)
-        samples = finite(torch.stack(drawn))
-        rows = OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
-        return rows if self.choice is None else self.choice.picked(rows)
-
-    def layers(self, problem: Problem) -> dict[nn.Module, dict[str, Tensor]]:
-        """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""
-        noisy: dict[nn.Module, dict[str, Tensor]] = {}
-        holders = owners(problem)
-        parts = problem.layout.split(self.variances)
-        for owner in holders:
-            slot = problem.slots[owner.slot]
-            rule = rule_for(owner.module)
-            alone = sum(other.slot == owner.slot for other in holders) == 1
-            # A layer that is used in another way as well is sampled.
-            proved = rule is not None and self.posterior.fit.coverage.get(slot.name, "").split(" →")[0] == rule.name
-            if isinstance(owner.module, _LAYERS) and alone and proved:
-                values = slot.place(parts[owner.slot].unsqueeze(0))[0].view(slot.shape)
-                noisy.setdefault(owner.module, {})[owner.attribute] = values
-        for module, variances in noisy.items():  # a weight that is not random does not vary
-            variances.setdefault("weight", torch.zeros_like(module.get_parameter("weight").detach()))
-        return noisy
-
-    def _shared(self, problem: Problem, layers: Mapping[nn.Module, Mapping[str, Tensor]]) -> Tensor:
-        """True for the entries that take sampled weights, `[P]`."""
-        noisy = {o.slot for o in owners(problem) if o.attribute in layers.get(o.module, {})}
-        sizes = problem.layout.sizes
-        each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.variances.device)
-        return each.repeat_interleave(torch.tensor(sizes, device=self.variances.device))
-
-    def _require_once(self, problem: Problem, layers: Mapping[nn.Module, Any], fired: list[nn.Module]) -> None:
-        """Raises unless every layer was called once: two calls with noise of their own share no weights."""
-        for module in layers:
-            if fired.count(module) != 1:
-                name = next(name for name, other in problem.module.named_modules() if other is module)
-                raise UnsupportedError(
-                    f"layer {name!r} is called {fired.count(module)} times in a forward pass; local "
-                    "reparameterisation draws noise per call and needs one. Use local_reparameterization=False."
-                )
-
-
-@contextmanager
-def _noisy(
-    layers: Mapping[nn.Module, Mapping[str, Tensor]], generator: torch.Generator | None
-) -> Iterator[list[nn.Module]]:
-    """Adds noise to the outputs of layers while it is open; the list says which were called."""
-    fired: list[nn.Module] = []
-
-    def perturb(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        fired.append(module)
-        variance = _output_variance(module, args[0], layers[module]).clamp(min=torch.finfo(output.dtype).tiny)
-        return output + variance.sqrt() * standard_normal(tuple(output.shape), output, generator)
-
-    handles = [module.register_forward_hook(perturb) for module in layers]
-    try:
-        yield fired
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _output_variance(module: nn.Module, x: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """V_W a² + v_b in the shape of the layer's output."""
-    weight = variances["weight"].to(x.dtype)
-    bias = variances.get("bias")
-    bias = None if bias is None else bias.to(x.dtype)
-    if isinstance(module, nn.Linear):
-        return functional.linear(x.square(), weight, bias)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return module._conv_forward(x.square(), weight, bias)  # the module's own padding, stride and groups
-    raise UnsupportedError(f"no pre-activation noise for {type(module).__name__}.")

@@ -152,15 +152,6 @@ def test_graphs_are_those_of_their_call(structure: str) -> None:
     assert not copy.deepcopy(la).prior_precision.requires_grad
 
 
-def test_noise_of_pre_activations() -> None:
-    case = Case(catalogue.get("mlp_regression"), "diag", "all")
-
-    def read(la: ParametricLaplace, x: Tensor) -> Tensor:
-        return la.predict(x, "nn", n_samples=3, generator=seeded(), local_reparameterization=True).variance
-
-    check(case.fit(), "prior_precision", priors(case)["diag"][0], case.problem.x[:3], {"variance": read})
-
-
 def test_mixtures() -> None:
     case = Case(catalogue.get("mlp_classification"), "kron", "all")
     parts = [case.fit(), Case(case.problem, "full", "last_layer").fit(prior_precision=0.4)]

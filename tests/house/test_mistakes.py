@@ -585,9 +585,6 @@ CALLS: dict[str, Row] = {
         lambda: new(changed(fitted(), lambda m: m[0].weight.add_(1)).model).load_state_dict(fitted().state_dict()),
         "other weights", "load the weights",
     ),
-    "local noise of a full posterior": row(
-        UnsupportedError, lambda: fitted().predict(X, "nn", local_reparameterization=True), "hessian_structure='diag'"
-    ),
     "data forgotten that were never seen": row(
         InvalidData, lambda: fitted().forget([(X, Y), (X, Y)]), "24 data", "remove only data"
     ),
