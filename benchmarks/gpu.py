@@ -152,6 +152,7 @@ class Measured:
     name: str
     batch: int
     n_weights: int
+    device: str = "cpu"
     ms: dict[str, float] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
     reads: dict[str, int] = field(default_factory=dict)
@@ -193,7 +194,8 @@ def measure(line: Line, device: torch.device, quick: bool) -> Measured:
     model, batches = line.setting(device)
     if quick:
         batches = [(x[:8], y[:8]) for x, y in batches[:2]]
-    result = Measured(line.name, len(batches[0][0]), sum(p.numel() for p in model.parameters()))
+    n_weights = sum(p.numel() for p in model.parameters())
+    result = Measured(line.name, len(batches[0][0]), n_weights, device.type)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -263,7 +265,7 @@ class counted:  # noqa: N801
     """Counts what a block dispatches, under a name."""
 
     def __init__(self, result: Measured, name: str) -> None:
-        self.result, self.name, self.mode = result, name, Counted()
+        self.result, self.name, self.mode = result, name, Counted(result.device)
 
     def __enter__(self) -> None:
         self.mode.__enter__()
@@ -295,7 +297,7 @@ def _wait(device: torch.device) -> None:
 
 def language_model(device: torch.device, quick: bool) -> Measured:
     """GPT-2 (124 million weights) with LoRA adapters, and the posterior that such a model gets by default."""
-    result = Measured("GPT-2 with LoRA, lowrank_kron", 2 if quick else 16, 0)
+    result = Measured("GPT-2 with LoRA, lowrank_kron", 2 if quick else 16, 0, device.type)
     try:
         model = gpt2_with_adapters(device)
         result.n_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)

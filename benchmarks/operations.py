@@ -28,13 +28,17 @@ def _about(operation: Any) -> tuple[str, bool]:
 class Counted(TorchDispatchMode):
     """Counts within its block, those of backward passes included.
 
+    Args:
+        device: Where the network is: of tensors elsewhere nothing is read that is waited for.
+
     Attributes:
         operations: That are no views and compute something: each is a launch of a kernel, or several.
         reads: For which the host waits: numbers, and tensors that are copied to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.operations = 0
         self.reads = 0
 
@@ -43,8 +47,12 @@ class Counted(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name, launches_nothing = _about(func)
         self.operations += not launches_nothing
-        self.reads += name in _READS or (name in _COPIES and _to_host(args, result))
+        self.reads += (name in _READS and self._is_there(args)) or (name in _COPIES and _to_host(args, result))
         return result
+
+    def _is_there(self, args: Any) -> bool:
+        """Whether a tensor that is read lies on the device."""
+        return any(isinstance(x, torch.Tensor) and x.device.type == self.device for x in args)
 
 
 def _to_host(args: Any, result: Any) -> bool:

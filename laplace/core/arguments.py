@@ -42,6 +42,11 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
         return torch.tensor(float(value), dtype=like.dtype, device=like.device)
 
 
+def on_host(given: float | Tensor, value: Tensor) -> Tensor:
+    """What is checked of a value on a device: itself, or the number that it was given as, which nobody waits for."""
+    return value if isinstance(given, Tensor) else torch.tensor(float(given), dtype=value.dtype)
+
+
 def positive(name: str, value: Tensor) -> Tensor:
     """The value, if every entry is positive and finite."""
     plain = value.detach()

@@ -18,6 +18,7 @@ from torch.distributions import (
     MultivariateNormal,
     Normal,
 )
+from torch.nn.functional import threshold
 
 from laplace.core.checks import is_true, require, together
 from laplace.core.eigen import eigh, goes_one_by_one, root_by_products
@@ -38,7 +39,7 @@ _SCALES = 1e-7
 """Share of the mean variance that is added to the squares of the units, so that an output of noise alone is small."""
 
 _NOTHING = 4.0
-"""Units of rounding, per row and of the largest eigenvalue, that count as zero: their root would be noise of √ε."""
+"""Units of rounding, per row, up to which an eigenvalue counts as zero: its root would be noise of √ε."""
 
 _FLAT = 1e-6
 """Eigenvalues of a root below which it has no derivative: twice the root of what float64 leaves of a zero."""
@@ -72,13 +73,13 @@ def _symmetric_root(matrix: Tensor) -> Tensor:
 
 
 class _SymmetricRoot(torch.autograd.Function):
-    """A^½ by an eigendecomposition; its derivative X solves R X + X R = dA, which equal eigenvalues leave finite."""
+    """A^½ of variances of at most 1; its derivative X solves R X + X R = dA, which equal eigenvalues leave finite."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = eigh(matrix)
-        nothing = _NOTHING * values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
-        roots = values.where(values > nothing, 0.0).sqrt()
+        nothing = _NOTHING * values.shape[-1] * torch.finfo(values.dtype).eps  # of variances that are 1
+        roots = threshold(values, nothing, 0.0).sqrt()
         root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
         ctx.save_for_backward(root, roots, vectors)
         return root

@@ -8,6 +8,8 @@ few operations.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 _CHEAP = frozenset({"cpu", "meta"})
@@ -22,11 +24,29 @@ def operations_are_dear(device: torch.device) -> bool:
     return device.type not in _CHEAP
 
 
+@cache
+def total_memory(device: torch.device) -> int:
+    """Bytes of a card, whatever is free of them now; 0 where nobody says."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def share_of_memory(least: int, device: torch.device) -> int:
+    """Bytes that a batch may hold at once: those that a CPU holds, or a sixth of a card.
+
+    Results do not depend on what else is held there, and where there is no room for so much less is tried.
+    """
+    return max(least, total_memory(device) // 6)
+
+
 def numbers_at_once(in_cache: int, device: torch.device) -> int:
     """Numbers of a piece on a device, of which a CPU is given as many as stay `in_cache`."""
-    return max(in_cache, _NUMBERS) if operations_are_dear(device) else in_cache
+    return max(in_cache, _numbers(device)) if operations_are_dear(device) else in_cache
 
 
 def bytes_at_once(in_cache: int, device: torch.device) -> int:
     """The same in bytes, of numbers in float64."""
-    return max(in_cache, 8 * _NUMBERS) if operations_are_dear(device) else in_cache
+    return max(in_cache, 8 * _numbers(device)) if operations_are_dear(device) else in_cache
+
+
+def _numbers(device: torch.device) -> int:
+    return max(_NUMBERS, total_memory(device) // 512)

@@ -93,7 +93,7 @@ class CurvatureInterface:
     num_samples: int
     generator: torch.Generator | None
     kfac_approx: str
-    memory_budget: int
+    memory_budget: int | None
     max_passes: int
 
     def __init__(
@@ -380,7 +380,8 @@ class NativeGGN(GGNInterface):
         generator: Random generator of the draws; by default a new one with the seed of `torch.manual_seed`.
         kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
             (Eschenhagen et al., 2023).
-        memory_budget: Bytes of output gradients that may be stored at once; results depend on it by rounding only.
+        memory_budget: Bytes of output gradients that may be stored at once; results depend on it by rounding only. None
+            for 1 GiB, or on a larger card a sixth of its memory.
         max_passes: Largest number of backward passes for a batch, where outputs are per token or pixel: one per
             position and output. More raise an error.
     """

@@ -15,6 +15,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import require, where_not_finite
 from laplace.core.inference import kept_for_later
+from laplace.core.pieces import share_of_memory
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.kron_parts import KronParts
 from laplace.engines.profile import BatchProfile
@@ -70,7 +71,7 @@ class HeadMemory:
 
 
 MEMORY_BUDGET = 2**30
-"""Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
+"""Bytes of output gradients held at once on a CPU: fixed, so that results do not depend on the machine."""
 
 MAX_PASSES = 4096
 """Backward passes that one batch of outputs with positions may take, one per position and output."""
@@ -87,7 +88,8 @@ class EngineOptions:
             random state is left alone.
         kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
             (Eschenhagen et al., 2023).
-        memory_budget: Bytes of output gradients, or of activations of vectorised passes, that are held at once.
+        memory_budget: Bytes of output gradients, or of activations of vectorised passes, that are held at once; None
+            for 1 GiB, or on a larger card a sixth of its memory.
         max_passes: Backward passes that a batch of outputs with positions may take.
         split_outputs: Keep one curvature term per output, so that a vector noise can be changed after `fit`.
         loss: A loss around that of the likelihood, which is of other targets; None where targets are as they are given.
@@ -101,7 +103,7 @@ class EngineOptions:
     num_samples: int = 1
     generator: torch.Generator | None = None
     kfac_approx: str = "expand"
-    memory_budget: int = MEMORY_BUDGET
+    memory_budget: int | None = None
     max_passes: int = MAX_PASSES
     split_outputs: bool = False
     loss: Loss | None = None
@@ -109,7 +111,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.max_passes <= 0:
             raise InvalidArgument(f"max_passes={self.max_passes} backward passes; it must be positive.")
-        if self.memory_budget <= 0:
+        if self.memory_budget is not None and self.memory_budget <= 0:
             raise InvalidArgument(f"memory_budget={self.memory_budget} bytes; it must be positive.")
         if self.kfac_approx not in ("expand", "reduce"):
             raise InvalidArgument(f"kfac_approx={self.kfac_approx!r}; accepted are 'expand' and 'reduce'.")
@@ -120,6 +122,10 @@ class EngineOptions:
                 "stochastic=True with one noise per output: sampled curvature has no term per output. "
                 "Use the exact GGN (stochastic=False) or a scalar sigma_noise."
             )
+
+    def budget(self, device: torch.device) -> int:
+        """The memory budget on a device."""
+        return share_of_memory(MEMORY_BUDGET, device) if self.memory_budget is None else self.memory_budget
 
 
 @dataclass(frozen=True, eq=False)

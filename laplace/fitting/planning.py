@@ -23,6 +23,9 @@ from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.cost import Cost
 from laplace.weights.problem import Problem
 
+_SHARE = 6
+"""A batch holds its output gradients several times, and what is made of them."""
+
 _NAMED = 4
 """Other choices that a refusal names."""
 
@@ -63,11 +66,13 @@ class FitPlan:
         chosen: The estimate for this posterior.
         cheaper: Estimates for other choices that need less memory, in descending order.
         n_batches: Number of batches; None if the loader has no length.
+        bearable: The `memory_budget` that a card would bear by what is free there, in bytes; None of a CPU.
     """
 
     chosen: Estimate
     cheaper: tuple[Estimate, ...]
     n_batches: int | None
+    bearable: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -89,6 +94,9 @@ class FitPlan:
         head = f"{'weights / structure':<26} {'fit: peak':>13} {'kept':>13} {'predict: peak':>13}"
         lines = [f"fit to {what}, first prediction of one", head, str(self.chosen)]
         note = [f"  {self.chosen.note}"] if self.chosen.note else []
+        if self.bearable is not None:
+            budget = f"backend_kwargs={{'memory_budget': {self.bearable}}}"
+            note.append(f"  the card would bear {budget}, {in_units(self.bearable)}: fewer, larger operations")
         return "\n".join(
             [*lines, *note, *(["cheaper:"] if self.cheaper else []), *(str(other) for other in self.cheaper)]
         )
@@ -106,7 +114,9 @@ def make_plan(
         others.append((str(SubsetOfWeights.LAST_LAYER), head))
     estimates = [_default(seen, name, STRUCTURES[key]) for name, seen in others for key in STRUCTURES]
     cheaper = [estimate for estimate in estimates if estimate is not None and estimate.peak_bytes < chosen.peak_bytes]
-    return FitPlan(chosen, tuple(sorted(cheaper, key=lambda estimate: -estimate.peak_bytes)), n_batches)
+    free = available(profile.device) if profile.device.type != "cpu" else None
+    bearable = None if free is None else free.size // _SHARE
+    return FitPlan(chosen, tuple(sorted(cheaper, key=lambda estimate: -estimate.peak_bytes)), n_batches, bearable)
 
 
 def _choice(problem: Problem) -> str:

@@ -20,7 +20,7 @@ _PART_BYTES = 2**20
 """Bytes of patches that a CPU unfolds at once if they are read once: the size of a cache."""
 
 _COPIED_BYTES = 2**25
-"""Bytes of images and gradients that are copied at once for a convolution."""
+"""Bytes of images and gradients that a CPU copies at once for a convolution."""
 
 _MULTIPLIED = 2**22
 """Multiplications from which on a convolution is worth its call."""
@@ -81,7 +81,7 @@ class Patches:
         It is the gradient of the weight of one convolution with a group for every sample.
         """
         copied = (self.images.numel() * len(g) + g.numel()) * g.element_size()
-        parts = max(1, min(len(self.images), -(-copied // _COPIED_BYTES)))
+        parts = max(1, min(len(self.images), -(-copied // bytes_at_once(_COPIED_BYTES, g.device))))
         some = zip(self.images.chunk(parts), g.chunk(parts, 1), strict=True)
         sums = [replace(self, images=images)._outer_sums_at_once(its) for images, its in some]
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

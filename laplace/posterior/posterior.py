@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core import nested
-from laplace.core.arguments import as_tensor, check_length, finite, positive
+from laplace.core.arguments import as_tensor, check_length, finite, on_host, positive
 from laplace.core.batch import ForwardFn
 from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
@@ -149,15 +149,17 @@ Given = float | Tensor
 def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: Given) -> Hyperparameters:
     """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph."""
     checked: dict[str, Tensor] = {}
+    known: dict[str, Tensor] = {}
     with kept_for_later():
         for name, value in given.items():
             tensor = as_tensor(name, value, like=now.prior_precision)
-            (finite if name == "prior_mean" else positive)(name, tensor)
+            known[name] = on_host(value, tensor)
+            (finite if name == "prior_mean" else positive)(name, known[name])
             if name == "prior_precision":
                 tensor = _of_matching_length(name, tensor if tensor.ndim else tensor.reshape(1), weights)
             elif name == "prior_mean":
                 tensor = _of_matching_length(name, tensor.reshape(-1) if isinstance(value, Tensor) else tensor, weights)
-            elif name == "sigma_noise" and not likelihood.has_noise and any(s != 1 for s in tensor.flatten().tolist()):
+            elif name == "sigma_noise" and not likelihood.has_noise and set(known[name].flatten().tolist()) != {1.0}:
                 raise InvalidArgument(
                     f"sigma_noise={value} with likelihood={likelihood.name!r}, which has no observation noise; "
                     "leave sigma_noise at 1."
@@ -169,7 +171,7 @@ def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **g
             checked[name] = tensor
     hypers = replace(now, **checked)
     if not given.keys().isdisjoint(_SCALING):
-        _require_scale(hypers)
+        _require_scale(replace(hypers, **{name: known[name] for name in _SCALING & known.keys()}))
     return hypers
 
 

@@ -276,7 +276,7 @@ def sampler(
     x = x if create_graph else detached(x)
 
     def run(thetas: Tensor) -> Tensor:
-        samples = outputs_at(problem, x, thetas, engine.options.memory_budget)
+        samples = outputs_at(problem, x, thetas, engine.options.budget(problem.device))
         return samples.to(widest(samples))
 
     return run

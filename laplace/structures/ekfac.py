@@ -163,7 +163,7 @@ class EkfacCurvature(Curvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
-        blocks = self._blocks(torch.ones_like(weights) if self.n_terms == 1 else weights / weights.mean())
+        blocks = self._blocks(None if self.n_terms == 1 else weights / weights.mean())
         key = weights.dtype, *map(id, blocks)
         return self._recent(key, lambda: Spectra(blocks, weights.dtype))
 
@@ -172,7 +172,9 @@ class EkfacCurvature(Curvature):
         return Recent()
 
     @keeps_last
-    def _blocks(self, weights: Tensor) -> tuple[BlockSpectrum, ...]:
+    def _blocks(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
+        if weights is None:  # of one term
+            weights = torch.ones_like(self.corrected[:, 0])
         values = (widened(weights) @ widened(self.corrected)).clamp(min=0)
         exact = iter(() if self._exact is None else self._exact.spectra(weights))
         spectra: list[BlockSpectrum] = []

@@ -92,10 +92,9 @@ class EvidenceObjective(Objective):
         curvatures = [posterior.fit.curvature for posterior in self.group.posteriors]
         # Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing,
         # and with it what keeps the prior precision from falling.
-        scale = 1 / (result.sigma_noise.square().min() * result.temperature)
-        cut = max(curvature.tail for curvature in curvatures) * scale.item()
-        smallest = result.prior_precision.min().item()
-        if cut > smallest:
+        tail = max(curvature.tail for curvature in curvatures)
+        cut = tail and tail / (result.sigma_noise.square().min() * result.temperature).item()
+        if cut and cut > (smallest := result.prior_precision.min().item()):
             yield (
                 f"the curvature leaves out eigenvalues up to {cut:.2g}, more than the prior precision {smallest:.2g}: "
                 "the evidence then favours priors that are too weak; raise structure_kwargs={'rank': …}, or tune on "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace.core.arguments import as_tensor, check_counts, check_length, positive
+from laplace.core.arguments import as_tensor, check_counts, check_length, on_host, positive
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
@@ -269,7 +269,9 @@ def prior_in_structure(
     `name` is that of the caller's argument, for messages.
     """
     lengths = _lengths(structure, layout)
-    value = positive(name, as_tensor(name, init, like=like)).detach().reshape(-1)
+    value = as_tensor(name, init, like=like)
+    positive(name, on_host(init, value))
+    value = value.detach().reshape(-1)
     if value.numel() == 1:
         return value.repeat(lengths[structure])
     check_length(name, value, lengths)
@@ -318,9 +320,12 @@ _FIXED_POINT_TOLERANCE = 1e-3
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 """Constants of Adam: the two decays, and what keeps the step finite."""
 
-_AT_ONCE = 50
+_AT_ONCE = 128
 """Steps of Adam whose values are read together, where none of them decides about the next: every reading of a number
 waits for the device."""
+
+_HELD = 2**24
+"""Numbers of the gradients that are held until then."""
 
 
 @dataclass(frozen=True)
@@ -454,10 +459,11 @@ Recorded = Callable[[_Point, float, float], bool]
 def _adam(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: SearchOptions, course: Course) -> bool:
     """After a value that is not finite Adam begins anew at the best point, with half the step size."""
     lr, left = options.lr, options.n_steps + 1
+    at_once = max(1, min(_AT_ONCE, _HELD // logs.numel()))
     update = _AdamUpdate(logs, lr)
     while left:
         points: list[_Point] = []
-        for _ in range(min(left, 1 if options.tolerance else _AT_ONCE)):
+        for _ in range(min(left, 1 if options.tolerance else at_once)):
             try:
                 points.append(evaluated(logs))
             except Exception:

@@ -56,7 +56,7 @@ class NativeEngine(CurvatureEngine):
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
-        self.memory_budget = options.memory_budget
+        self.memory_budget = options.budget(problem.device)
         self.max_passes = options.max_passes
         self._loop = prefers_loop(problem.module, problem.device)
         self._observed = self._unwatchable = False
