@@ -26,6 +26,7 @@ class Unit:
 _LESS = "choose what takes less: la.plan(loader).cheaper lists structures and weights that do."
 DATUM = Unit("datum", "data", f"Free memory, or {_LESS}")
 POSITION = Unit("position of a datum", "positions", f"Free memory, or {_LESS}")
+OUTPUT = Unit("output of a datum", "outputs", f"Give fewer data at once, or {_LESS}")
 COTANGENT = Unit("backward pass", "backward passes", f"Give the loader smaller batches (batch_size), or {_LESS}")
 VECTOR = Unit("product with a vector", "products with vectors", f"Give the loader smaller batches, or {_LESS}")
 

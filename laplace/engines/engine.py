@@ -335,6 +335,14 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """
         raise self._refusal("jacobian")
 
+    def jacobian_by_outputs(self, x: Inputs) -> Generator[tuple[Jacobian, Tensor]]:
+        """`jacobian` for what needs no two outputs together: of all outputs, or of consecutive ones of the same data.
+
+        Outputs `[b, C]` are all of them, also where the Jacobian is of fewer: where not even those of a single datum
+        fit the memory budget.
+        """
+        return self.jacobian(x)
+
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         """The parts of `jacobian` where all random parameters belong to a head, of which they are cheap; else None."""
         parts = list(self.jacobian(x, create_graph=create_graph))

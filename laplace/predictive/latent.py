@@ -147,7 +147,10 @@ def linearised(
     The form of covariances is `"full"`, `[B, C, C]`, `"diagonal"`, `[B, C]`, or `"joint"`, `[B·C, B·C]`, of groups of n
     inputs `[B/n, n·C, n·C]`; B are rows, data × positions. With `wide` they are summed in float64.
     """
-    pieces = jacobians(engine, x, choice, create_graph=create_graph)
+    if form == "diagonal" and step is None and choice is None and not create_graph:
+        pieces = engine.jacobian_by_outputs(batches.to_device(x, engine.problem.device))
+    else:
+        pieces = jacobians(engine, x, choice, create_graph=create_graph)
     if torch.is_grad_enabled() and not create_graph:
         pieces = _without_graph(pieces)
     return gaussian_of(shifted(pieces, step), precision, form, wide=wide, group_size=group_size)
@@ -167,16 +170,21 @@ def gaussian_of(
         pieces = whole_groups(pieces, group_size)
     kind: Form = "diagonal" if form == "diagonal" else "full"
     variances: list[Tensor] = []
+    of_some: list[Tensor] = []  # outputs of the same data
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
         for jacobian, f in pieces:
             if form != "diagonal":
                 require_room((jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents), f)
-            variances.append(
-                contracted(
-                    lambda part: precision.variance(part, kind), replace(jacobian, wide=True) if wide else jacobian
-                )
+            variance = contracted(
+                lambda part: precision.variance(part, kind), replace(jacobian, wide=True) if wide else jacobian
             )
+            if form == "diagonal" and jacobian.group_size == 1:
+                of_some.append(variance)
+                if sum(part.shape[1] for part in of_some) < f.shape[1]:
+                    continue
+                variance, of_some = of_some[0] if len(of_some) == 1 else torch.cat(of_some, 1), []
+            variances.append(variance)
             outputs_of_rows = jacobian.outputs if jacobian.outputs is None else jacobian.outputs.view(f.shape)
             means.append((f, jacobian.positions, outputs_of_rows))
     if not means:

@@ -83,6 +83,30 @@ def test_cotangents_that_are_made_as_they_are_asked_for(budget: int) -> None:
     assert_close(fits[1](x), fits[0](x), "algebra")
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_the_jacobian_of_one_datum_is_larger_than_the_budget(structure: str) -> None:
+    """Variances of a few outputs at a time: nothing of outputs × weights is held, with the same numbers."""
+    torch.manual_seed(0)
+    n_classes = 300
+    layers = (nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 16, 3, stride=2), nn.Tanh(), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(64, n_classes)).double()
+    x, y = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.tensor([0, 7, 299])
+    plain, few = (
+        Laplace(model, "classification", "all", structure, backend_kwargs={"stochastic": True, **budget})
+        for budget in ({}, {"memory_budget": 2**17})
+    )
+    plain.fit([(x, y)])
+    few.fit([(x, y)])
+    expected = plain(x), plain.predict(x, diagonal_output=True).latent_variance
+    with Largest() as largest:
+        found = few(x), few.predict(x, diagonal_output=True).latent_variance
+    entries = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    assert largest.entries < n_classes * entries / 3
+    assert_close(found[0], expected[0], "algebra")
+    assert_close(found[1], expected[1], "algebra")
+    assert_close(few(x[:1]), expected[0][:1], "algebra")
+
+
 @pytest.mark.parametrize("vec", [False, True])
 def test_columns_of_a_root(vec: bool) -> None:
     p = torch.softmax(torch.randn(3, 5, dtype=torch.float64), 1)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
+from laplace.core.memory import DATUM, OUTPUT, POSITION, in_slices, ran_out
 from laplace.core.nested import n_bytes, stored
 from laplace.core.pieces import bytes_at_once
 from laplace.core.positions import OutputChoice, target_rows
@@ -37,6 +37,9 @@ _MAX_PLANS = 64
 
 _CACHED = 2**26
 """Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
+
+_TOGETHER = 8
+"""Outputs that are computed together, at least, where those of a single datum are too many for the budget."""
 
 _MOST_AT_ONCE = 1024
 """Largest number of vectors in one pass, whatever the memory budget."""
@@ -70,7 +73,19 @@ class NativeEngine(CurvatureEngine):
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
     ) -> Generator[tuple[Jacobian, Tensor]]:
-        n_data, step, passes = self._first_pass(x, choice, create_graph=create_graph)
+        return self._jacobian(x, None, create_graph=create_graph, choice=choice)
+
+    def _jacobian(
+        self,
+        x: Inputs,
+        known: list[ForwardPass] | None,
+        *,
+        create_graph: bool = False,
+        choice: OutputChoice | None = None,
+    ) -> Generator[tuple[Jacobian, Tensor]]:
+        """`jacobian`, with the pass of all data where it is known."""
+        n_data, step, passes = self._first_pass(x, choice, known, create_graph=create_graph)
+        del known
 
         def computed(part: slice) -> tuple[Jacobian | Callable[[slice], Jacobian], Tensor, int]:
             """A Jacobian, or for a single sample a function of its positions, how many at once; and outputs."""
@@ -96,12 +111,43 @@ class NativeEngine(CurvatureEngine):
                 for rows, part in in_slices(len(f), at_once, jacobian, POSITION):
                     yield part, f[rows]
 
+    def jacobian_by_outputs(self, x: Inputs) -> Generator[tuple[Jacobian, Tensor]]:
+        try:
+            batch = self.forward(x)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            batch = None
+        if batch is None:
+            yield from self.jacobian(x)
+            return
+        n_data, n_outputs, passes = batch.n_data, batch.f.shape[1], [batch]
+        per_output = -(-batch.bytes_per_cotangent() // n_data)  # of one datum
+        if batch.mixes or batch.capture.processes is not None or per_output * n_outputs <= self.memory_budget:
+            del batch
+            yield from self._jacobian(x, passes)
+            return
+        step = max(1, min(n_data, self.memory_budget // (_TOGETHER * per_output)))
+        del batch
+        if step < n_data:
+            passes.clear()
+        for rows in (slice(start, min(start + step, n_data)) for start in range(0, n_data, step)):
+            some = passes.pop() if passes else self.forward(batches.select(x, rows, n_data))
+
+            def computed(outputs: slice, some: ForwardPass = some) -> Jacobian:
+                chosen = torch.arange(outputs.start, outputs.stop, device=some.f.device)
+                return replace(some.jacobian(chosen.expand(len(some.f), -1)), outputs=None)
+
+            at_once = max(1, self.memory_budget // (per_output * some.n_data))
+            for _, jacobian in in_slices(n_outputs, at_once, computed, OUTPUT):
+                yield jacobian, some.at_outputs()
+
     def _first_pass(
-        self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
+        self, x: Inputs, choice: OutputChoice | None, known: list[ForwardPass] | None, *, create_graph: bool
     ) -> tuple[int, int, list[ForwardPass]]:
         """Number of samples, how many fit the memory budget at once, and the pass that serves all if they do."""
         try:
-            batch = self.forward(x, create_graph=create_graph)
+            batch = known.pop() if known else self.forward(x, create_graph=create_graph)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
