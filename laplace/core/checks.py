@@ -43,11 +43,11 @@ class Conditions:
         return question is None or bool(hold[-1])
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
+    def collected(self, *, later: bool = False) -> Iterator[None]:
         """Collects the conditions that are required inside, and reads them at the end.
 
-        If a question was asked inside, they wait for the next one instead, or for `read`. An error raised inside gives
-        way to that of a condition that had failed before, of which it may be a consequence.
+        If a question was asked inside, or with `later`, they wait for the next one, or for `read`. An error raised
+        inside gives way to that of a condition that had failed before, of which it may be a consequence.
         """
         self._was_read = False
         token = _WAITING.set(self)
@@ -58,7 +58,7 @@ class Conditions:
             raise
         finally:
             _WAITING.reset(token)
-        if not self._was_read:
+        if not self._was_read and not later:
             self.read()
 
 

@@ -10,7 +10,7 @@ A fit over several processes takes the same way; what they exchange is in `proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from laplace.core.content import Content, ContentReader
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.core.overrides import FITTING
+from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import channel_of, target_rows
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
@@ -439,6 +440,10 @@ def sum_data(
     return fit
 
 
+_READ_TOGETHER = 8
+"""Batches whose conditions are read together where every reading waits for a device."""
+
+
 @dataclass(eq=False)
 class _Readings:
     """As many readings of the data as the structure needs, of which `data_pass` is the present one."""
@@ -454,6 +459,7 @@ class _Readings:
     number: int = 1  # of the reading
     first_sums: BatchSummary | None = None  # of the first reading, after it
     draws: Tensor | None = None  # state of the engine's generator before a reading
+    all_count: Sequence[bool] = ()  # whether no label is ignored, of the present batch and some beside it
 
     def fit(self) -> Fit:
         engine = self.engine
@@ -513,11 +519,13 @@ class _Readings:
         total: BatchSummary | None = None
         label = "fit" if self.choices.structure.n_passes == 1 else f"fit, reading {self.number}"
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
-        conditions = Conditions()  # read once a batch: some are those of the batch before
+        conditions = Conditions()  # read once a batch, or after several: some are those of batches before
+        dear = operations_are_dear(engine.problem.device)
         engine.on_outputs, engine.keeps = None if first is None else first.record, first is not None
         for number, batch in enumerate(self.loader):
-            with _within_memory(number), conditions.collected(), named(f"batch {number}"):
-                data = self._counted(batch)
+            later = dear and number % _READ_TOGETHER != _READ_TOGETHER - 1
+            with _within_memory(number), conditions.collected(later=later), named(f"batch {number}"):
+                data = self._counted(batch, all_count=self._all_count(number))
                 if data is None:
                     continue
                 if self.content is not None and self.number == 1:
@@ -533,10 +541,21 @@ class _Readings:
         engine.keeps = False
         return None if total is None else replace(total, n_data=total.count)
 
-    def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
+    def _all_count(self, number: int) -> bool:
+        """True if it is known that no label of a batch is ignored: of lists it is asked of several batches at once."""
+        loader = self.loader.loader if isinstance(self.loader, _WithFirstBatch) else self.loader
+        if type(loader) not in (list, tuple):
+            return False
+        if number % _READ_TOGETHER == 0:
+            some = loader[number : number + _READ_TOGETHER]  # pyright: ignore[reportIndexIssue]
+            self.all_count = next_token.all_count(some, self.engine.target_rules)
+        place = number % _READ_TOGETHER
+        return place < len(self.all_count) and self.all_count[place]
+
+    def _counted(self, batch: Any, *, all_count: bool) -> tuple[Inputs, Tensor, Tensor | None] | None:
         """Inputs and targets that are not ignored, with their weights, or None."""
-        problem, rules = self.engine.problem, self.engine.target_rules
-        return next_token.weighed(batch, self.choices.dict_key_y, problem.device, rules, problem.module)
+        problem, rules, key = self.engine.problem, self.engine.target_rules, self.choices.dict_key_y
+        return next_token.weighed(batch, key, problem.device, rules, problem.module, all_count=all_count)
 
     def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""

@@ -10,7 +10,7 @@ A head of Hugging Face with one number takes labels `[B]`: numbers `[B]` of a ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import CallByName, Inputs
 from laplace.core.checks import is_true
 from laplace.core.memory import ran_out
+from laplace.core.pieces import operations_are_dear
 from laplace.errors import ApproximationWarning, warn
 from laplace.network.model_guard import apart, autograd_mode
 
@@ -80,16 +81,18 @@ def counted(
 
 
 def weighed(
-    batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
+    batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module, *, all_count: bool = False
 ) -> tuple[Inputs, Tensor, Tensor | None] | None:
     """Inputs and targets of a batch, without ignored ones, with their weights; None if there are none.
 
     Weights are `[B]`, or of the shape of the targets; None if all weights are 1. A datum with the weight 0 is left out,
-    whatever its numbers are.
+    whatever its numbers are. With `all_count` it is known that none is ignored.
     """
     x, y = split(batch, dict_key_y, model, rules)
+    keep, weights = None if all_count else batches.counting(y, rules.ignore_index), None
+    if keep is not None and keep.device != device:  # labels of the host, of which nobody waits for an answer
+        keep = None if bool(keep.all()) else keep.to(device)
     x, y = batches.to_device(x, device), y.to(device)
-    keep, weights = batches.counting(y, rules.ignore_index), None
     if isinstance(batch, batches.Weighed):
         weights = batch.weigh().to(device)
         counts = (weights > 0).flatten(1).any(1) if weights.ndim > 1 else weights > 0
@@ -99,6 +102,19 @@ def weighed(
     if not keep.any():
         return None
     return batches.select(x, keep, len(y)), y[keep], None if weights is None else weights[keep]
+
+
+def all_count(some: Sequence[Any], rules: TargetRules) -> list[bool]:
+    """Whether no label of a batch is ignored: of batches (x, y) of a device, in one transfer; False of others."""
+    keeps: dict[int, Tensor] = {}
+    for i, batch in enumerate(some):
+        if type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], Tensor) and batch[1].ndim:
+            keep = batches.counting(batch[1], rules.ignore_index)
+            if keep is not None and operations_are_dear(keep.device):
+                keeps[i] = keep.all()
+    known = torch.stack(list(keeps.values())).tolist() if len({keep.device for keep in keeps.values()}) == 1 else []
+    answers = dict(zip(keeps, known, strict=False))
+    return [answers.get(i, False) for i in range(len(some))]
 
 
 def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import pieces
+from laplace.engines.engine import EngineOptions
+from laplace.errors import InvalidData
 from laplace.structures import STRUCTURES
 from tests import grid
 from tests.operations.budgets import BUDGETS, Budget
@@ -40,6 +42,38 @@ def test_budgets_are_a_few_passes_of_the_network(name: tuple[str, str, str]) -> 
         assert budget.batch <= 125 and budget.probit <= 120
     else:
         assert budget.batch <= 1.2 * r + 40 and budget.probit <= r + 10
+
+
+@pytest.mark.usefixtures("dear")
+def test_a_batch_that_is_looked_at_late_is_named_and_leaves_all_as_it_was() -> None:
+    """Conditions of several batches are read together; labels of lists are asked for together, too."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+    batches = [(torch.randn(4, 3), torch.randint(3, (4,))) for _ in range(14)]
+    la = grid.make("all", "diag", "classification", model)
+    la.fit(batches)
+    before = la.H
+    x, y = batches[9]
+    wrong_label, wrong_input = y.clone(), x.clone()
+    wrong_label[2], wrong_input[1] = 7, torch.nan
+    for bad in ((x, wrong_label), (wrong_input, y)):
+        for loader in ([*batches[:9], bad, *batches[10:]], iter([*batches[:9], bad, *batches[10:]])):
+            with pytest.raises(InvalidData, match=r"^batch 9: "):
+                la.fit(loader)
+            assert la.H is before or torch.equal(la.H, before)
+    ignored = y.clone()
+    ignored[0] = -100
+    la.fit([*batches[:9], (x, ignored), *batches[10:]])
+    few = la.H
+    la.fit([*batches[:9], (x[1:], y[1:]), *batches[10:]])
+    assert la.n_data == 14 * 4 - 1 and torch.equal(la.H, few)
+
+
+def test_a_card_holds_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "total_memory", lambda device: 60 * 2**30 if device.type == "cuda" else 0)
+    card, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert (EngineOptions().budget(card), EngineOptions().budget(cpu)) == (10 * 2**30, 2**30)
+    assert EngineOptions(memory_budget=5).budget(card) == 5
+    assert pieces.bytes_at_once(1, card) > pieces.bytes_at_once(1, torch.device("mps")) > pieces.bytes_at_once(1, cpu)
 
 
 class Images(nn.Module):
