@@ -25,6 +25,7 @@ from laplace.engines.native.proof import close
 from laplace.engines.native.rules import BatchAxis
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import without_fused_layers
 from laplace.weights.problem import Problem
 
 INSTALL = (
@@ -187,13 +188,8 @@ class CurvlinopsEngine(PackageEngine):
 @contextmanager
 def _differentiable_forward() -> Iterator[None]:
     """Attention without the fused kernels, which have no forward-mode derivative."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with without_fused_layers(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class CurvlinopsGGNEngine(CurvlinopsEngine):

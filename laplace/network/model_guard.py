@@ -10,9 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import filterfalse
+from operator import is_, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
-from laplace.network.apart import copied, copies_of, leads_to, needs_itself, original
+from laplace.network.apart import HOOKS, copied, copies_of, leads_to, needs_itself, original
+from laplace.network.fsdp import has_sharded_weights
 from laplace.network.plain import PlainNetwork, plain
 from laplace.network.tree import modules_of, tensors_of
 
@@ -30,8 +32,8 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, tuple[int, threading.RLock]] = weak
 T = TypeVar("T")
 
 _GUARD = threading.RLock()  # which a signal handler may want that interrupts its holder
-_FUSED: list[bool] = []
-"""What the switch of PyTorch's fused encoder layers was set to before the calls that are under way."""
+_FUSED: dict[object, bool] = {}
+"""Calls that have turned the switch of PyTorch's fused encoder layers off, with what it was set to before."""
 
 
 def model_lock(model: nn.Module) -> AbstractContextManager[object]:
@@ -59,7 +61,7 @@ def _in_a_child() -> None:
     for module, (number, _) in list(_LOCKS.items()):
         _LOCKS[module] = number, threading.RLock()
     if _FUSED:
-        torch.backends.mha.set_fastpath_enabled(_FUSED[0])
+        torch.backends.mha.set_fastpath_enabled(next(iter(_FUSED.values())))
         _FUSED.clear()
 
 
@@ -89,10 +91,37 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 @contextmanager
 def _held(locks: list[threading.RLock]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
+    held: list[threading.RLock] = []
+
+    def release() -> None:
+        with suppress(IndexError):  # of an empty list, at the end
+            list(map(_RELEASE, iter(held.pop, None)))
+
+    with surely(release):
+        held.extend(filter(_ACQUIRE, locks))  # in no bytecode of Python, between which Ctrl-C comes
         yield
+
+
+_ACQUIRE, _RELEASE = methodcaller("acquire"), methodcaller("release")
+
+
+@contextmanager
+def surely(put_back: Callable[[], object]) -> Iterator[None]:
+    """A block after which something is put back, also if Ctrl-C comes while it is: then once more, from the start.
+
+    Args:
+        put_back: May be called when it was done in part, or altogether.
+    """
+    is_back = False
+    try:
+        try:
+            yield
+        finally:
+            put_back()
+            is_back = True
+    finally:
+        if not is_back:
+            put_back()
 
 
 def require_module(model: nn.Module) -> nn.Module:
@@ -193,11 +222,9 @@ def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
         modules = modules_of(model)
         with _held(_locks_of(modules, new=True)):
             state = _State(modules)
-            try:
+            with surely(state.restore):
                 state.evaluate()
                 yield model
-            finally:
-                state.restore()
 
 
 @contextmanager
@@ -206,11 +233,9 @@ def users_own(model: nn.Module) -> Iterator[None]:
     modules = modules_of(model)
     with _held(_locks_of(modules, new=True)), _same_numbers(model), _one_network(model):
         state = _State(modules)
-        try:
+        with surely(state.restore):
             state.evaluate()
             yield
-        finally:
-            state.restore()
 
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -230,42 +255,67 @@ def _one_network(model: nn.Module, known: PlainNetwork | None = None) -> Iterato
     if not (_attends(modules_of(model)) if known is None else known.found(model, _attends)):
         yield
         return
-    with _GUARD:
-        _FUSED.append(torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    with without_fused_layers():
         yield
-    finally:
+
+
+def without_fused_layers() -> AbstractContextManager[None]:
+    """A block in which PyTorch's fused encoder layers are off."""
+    return switched_off(_FUSED, torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
+
+
+@contextmanager
+def switched_off(
+    calls: dict[object, bool], read: Callable[[], bool], write: Callable[[bool], object]
+) -> Iterator[None]:
+    """Turns a switch of the process off while any thread is in such a block.
+
+    Args:
+        calls: Blocks that are under way, with what the switch was set to before the first of them.
+        read: What it is set to.
+        write: Sets it.
+    """
+    call = object()
+
+    def put_back() -> None:
         with _GUARD:
-            if _FUSED:  # which a child of a fork has put back
-                before = _FUSED[0]
-                _FUSED.pop()
-                if not _FUSED:
-                    torch.backends.mha.set_fastpath_enabled(before)
+            if len(calls) == 1 and call in calls:  # not of a child of a fork, which has put it back
+                write(calls[call])
+            calls.pop(call, None)
+
+    with surely(put_back):
+        with _GUARD:
+            calls[call] = next(iter(calls.values())) if calls else read()
+            write(False)
+        yield
 
 
 @contextmanager
 def gradients_set_aside(model: nn.Module) -> Iterator[None]:
     """Takes the gradients off: a backward pass would add to them in place."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
+
+    def put_back() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    with surely(put_back):
         for parameter, _ in gradients:
             parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 @contextmanager
 def flags_put_back(model: nn.Module) -> Iterator[None]:
     """Restores the train or eval flag of every module; for training loops, which may change everything else."""
     flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, training in flags:
             module.training = training
+
+    with surely(put_back):
+        yield
 
 
 @contextmanager
@@ -273,12 +323,14 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
     """Takes off the hooks that foreign code registers, and puts back those that it removes."""
     tables = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]
     contents = [(table, copy.copy(table)) for table in tables if isinstance(table, MutableMapping)]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for table, content in contents:
             table.clear()
             table.update(content)
+
+    with surely(put_back):
+        yield
 
 
 _AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
@@ -421,15 +473,18 @@ def same_random_state(model: nn.Module) -> Iterator[None]:
     generators = generators_of(model)
     states = [generator.get_state() for generator in generators]
     block = _Block(states[0])
-    _OPEN.blocks.append(block)
-    try:
-        yield
-    finally:
-        _OPEN.blocks.remove(block)
+
+    def put_back() -> None:
+        if block in _OPEN.blocks:
+            _OPEN.blocks.remove(block)
         if not block.others_drew and not _put_states_back(generators, states, block.left):
             block.others_drew = True
         for outer in _OPEN.blocks:
             outer.others_drew |= block.others_drew
+
+    with surely(put_back):
+        _OPEN.blocks.append(block)
+        yield
 
 
 @contextmanager
@@ -481,10 +536,8 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
     network, generators, alone = original(model), generators_of(model), is_alone()
     states = [generator.get_state() for generator in generators]
     draws = Draws() if not alone and network not in _QUIET else None
-    try:
-        with draws or AS_IT_IS:
-            yield
-    finally:
+
+    def put_back() -> None:
         if not all(map(torch.equal, states, [generator.get_state() for generator in generators])):
             if draws is not None:
                 draws.look()
@@ -496,12 +549,15 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
         if draws is not None and not draws.drew:
             _QUIET.add(network)
 
+    with surely(put_back), draws or AS_IT_IS:
+        yield
+
 
 class _State:
     """State that modules must have after a call, their submodules apart.
 
     Args:
-        modules: Each once.
+        modules: Of a network, which is the first, each once.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -516,6 +572,11 @@ class _State:
         self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]
         written = [b for _, buffers in self.buffers for b in buffers.values() if b is not None and not b.is_inference()]
         self.values = list(zip(written, copies_of(written), strict=True))
+        # Stand-ins and hooks of ours are taken off by whoever put them there, unless Ctrl-C came in between. FSDP2 puts
+        # gathered weights into these tables, and knows which are there.
+        known = [] if has_sharded_weights(modules[0]) else modules
+        held = (module.__dict__.get(name) for module in known for name in _TABLES)
+        self.tables = [(table, table.copy()) for table in held if isinstance(table, dict)]
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
@@ -541,9 +602,12 @@ class _State:
             table = module._buffers
             if buffers or len(table):
                 _put_back(table, buffers)
-        with torch.no_grad():
-            for buffer, value in written:
-                buffer.copy_(value)
+        for table, content in self.tables:
+            if len(table) != len(content) or not all(map(is_, table.values(), content.values())):
+                table.clear()
+                table.update(content)
+        for buffer, value in written:
+            buffer.detach().copy_(value)  # in no block of `no_grad`, which Ctrl-C could leave open
 
 
 def _put_back(table: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> None:
@@ -564,6 +628,8 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 _OWN = frozenset(nn.Module().__dict__)
 """Attributes of every module: tables of its parameters, submodules and hooks."""
+
+_TABLES = ("_parameters", *HOOKS)
 
 _CONTAINERS = frozenset({list, dict, set})
 
