@@ -18,12 +18,12 @@ X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 HERE = model_guard.__file__
 
 
-def network(kind: str) -> nn.Module:
+def network(kind: str) -> Any:
     """A network that is copied, one that runs as it is, or one with attention, whose switch is the process's."""
-    model = prepared(Nasty)
+    model: Any = prepared(Nasty)
     if kind == "run as it is":
-        model.holder = type("Holder", (), {})()  # an object that no copy looks into
-        model.holder.held = model
+        holder: Any = type("Holder", (), {})()  # an object that no copy looks into
+        model.holder, holder.held = holder, model
     if kind == "attention":
         model.beside = nn.TransformerEncoderLayer(4, 1, 4)
     return model
@@ -38,7 +38,8 @@ def as_it_was(model: nn.Module) -> dict[str, Any]:
 
 
 def pass_through(model: nn.Module) -> None:
-    with model_guard.same_random_state(model), model_guard.apart(model) as own:
+    with model_guard.same_random_state(model), model_guard.apart(model) as module:
+        own: Any = module
         own(X)
         torch.rand(2)
         own.trunk[0].register_forward_hook(lambda module, args, output: None)
@@ -104,7 +105,7 @@ def every_line(call: Callable[[], None]) -> Iterator[int]:
 def test_ctrl_c_at_any_line_leaves_nothing(call: Callable[[nn.Module], None], kind: str) -> None:
     model = network(kind)
     call(model)
-    before = as_it_was(model)
+    before, at = as_it_was(model), -1
     for at in every_line(lambda: call(model)):
         assert not differences(before, as_it_was(model)), at
     assert at > 20
