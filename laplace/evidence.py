@@ -1,4 +1,4 @@
-"""The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021, eq. 6).
+"""The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021).
 
 log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
 """
@@ -113,7 +113,7 @@ class Evidence:
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
-        """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound."""
+        """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound [Redux, eq. 6]."""
         lost, slack = self.log_det_ratio + self.scatter, self.precision.slack()
         if isinstance(slack, Tensor):
             lost = lost + slack

@@ -120,7 +120,7 @@ def calibration_bins(
 
 
 def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Expected calibration error Σ_m (n_m / N) |accuracy_m − confidence_m| (Guo et al., 2017, eq. 3).
+    """Expected calibration error Σ_m (n_m / N) |accuracy_m − confidence_m| [Guo et al., 2017, eq. 3].
 
     Args:
         probs: Class probabilities `[..., C]`.
@@ -185,7 +185,7 @@ def _checked_scores(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tens
 
 
 def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Mean of |accuracy − confidence| over the bins that hold data, each counted once (Daxberger et al., 2021, C.3).
+    """Mean of |accuracy − confidence| over the bins that hold data, each counted once [Redux, appendix C, bins].
 
     Args:
         probs: Class probabilities `[..., C]`.
@@ -201,7 +201,7 @@ def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_in
 
 
 def maximum_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """The largest |accuracy − confidence| of a bin (Guo et al., 2017, eq. 5; Eschenhagen et al., 2021, H).
+    """The largest |accuracy − confidence| of a bin [Guo et al., 2017, eq. 5] (Eschenhagen et al., 2021, H).
 
     Arguments and errors are those of `mean_calibration_error`.
     """
@@ -430,7 +430,7 @@ def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
 
 
 def regression_calibration_error(mean: Tensor, var: Tensor, y: Tensor, n_levels: int = 20) -> Tensor:
-    """Distance of quantiles from holding the share of targets that they claim (Kuleshov et al., 2018, eq. 9).
+    """Distance of quantiles from holding the share of targets that they claim [Kuleshov et al., 2018, eq. 9].
 
     Mean over levels p_j = j / (m + 1), j = 1 … m, of (p_j − p̂_j)², p̂_j the share of all entries whose target lies
     below the predictive p_j-quantile: 0 where predictions are calibrated, less than 1.

@@ -412,7 +412,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     ) -> Tensor:
         """Log evidence (log marginal likelihood) of the training data, differentiable; higher is better.
 
-        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 6).
+        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021).
 
         Args:
             prior_precision: δ to evaluate at. It is also assigned to `la.prior_precision`, without its graph.
@@ -713,7 +713,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         return self._density().quad(self.problem.layout.checked(value) - self.snapshot().mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Log density of the posterior at weights θ, `[..., P]`; before `fit` that of the prior."""
+        """Log density of the posterior at weights θ, `[..., P]` [Redux, appendix eq. 4]; before `fit` of the prior."""
         own = is_overridden(self, "square_norm")
         precision = self._density()
         value = self.problem.layout.checked(value)

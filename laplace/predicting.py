@@ -213,7 +213,7 @@ class Predicting(ABC):
         for groups of `group_size`). The arguments are those of `__call__`; with `outputs` the shape is `[S, B, K]`. For
         a network with an output per token or pixel it is `[S, *shape of the network's outputs]`.
 
-        For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021, equation 8).
+        For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021).
         """
         options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size

@@ -179,7 +179,7 @@ class Gaussian:
         return self.covariance.to(self.mean.dtype)
 
     def plus_noise(self, sigma: Tensor) -> Gaussian:
-        """The Gaussian of noisy targets: σ², 0-dim or `[C]`, added to every variance."""
+        """The Gaussian of noisy targets: σ², 0-dim or `[C]`, added to variances [Redux, appendix B, regression]."""
         noise = sigma.square().expand(self.mean.shape[1])
         if self.is_diagonal:
             return replace(self, covariance=self.covariance + noise)

@@ -116,5 +116,5 @@ class GaussianPrior:
         return torch.stack([part.sum() for part in self.layout.split(squares)])
 
     def quad(self, theta: Tensor) -> Tensor:
-        """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim."""
+        """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim, −2 log p(θ) up to a constant [Redux, eq. 2]."""
         return (self.precision * self.squares(theta)).sum()

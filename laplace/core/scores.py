@@ -109,7 +109,7 @@ def confidence_bins(confidence: Tensor, n_bins: int) -> Tensor:
 def binned_gaps(probs: Tensor, y: Tensor, n_bins: int) -> Tensor:
     """1[the most probable class is y] − max_c p_c in the bin of the latter, 0 in the others, `[..., B, M]`, float64.
 
-    The expected calibration error is (1/N) Σ_m |Σ_n gap_nm| (Guo et al., 2017, eq. 3). Of soft labels `[B, C]` the
+    The expected calibration error is (1/N) Σ_m |Σ_n gap_nm|. Of soft labels `[B, C]` the
     indicator is its expectation, the label's probability of that class.
     """
     confidence, predicted = probs.max(-1)
@@ -172,7 +172,7 @@ class Ranking:
         return RiskCurve(size, errors, size.cumsum(1), errors.cumsum(1))
 
     def calibration_error(self, counts: Tensor, n_bins: int) -> Tensor:
-        """Σ_m |Σ_n gap_nm| / N (Guo et al., 2017, eq. 3), of rows that count so often, from the most confident on."""
+        """Σ_m |Σ_n gap_nm| / N [Guo et al., 2017, eq. 3], of rows that count so often, from the most confident on."""
         return self.binned(counts * (1 - self.errors - self.confidence), n_bins) / counts.sum(1)
 
     def binned(self, gaps: Tensor, n_bins: int) -> Tensor:

@@ -3,8 +3,8 @@
     f_s(x) = f(x, θ*) + J(x) (θ_s − θ*),    θ_s ~ N(θ̂, P⁻¹)
 
 θ_s is drawn once, so that one function is the same at all inputs and in all calls: over draws, cov(f_s(x), f_s(x')) =
-J(x) P⁻¹ J(x')ᵀ, the joint covariance of the linearised network (Immer et al., 2021, equation 10; as functions: Magnani
-et al., 2025). J(x) v is the derivative of f in a direction, by forward-mode differentiation beside the forward pass:
+J(x) P⁻¹ J(x')ᵀ, the joint covariance of the linearised network (Immer et al., 2021; as functions: Magnani et al.,
+2025). J(x) v is the derivative of f in a direction, by forward-mode differentiation beside the forward pass:
 its cost is independent of the number of outputs, and no Jacobian is held. Of a last layer only the head has one.
 """
 

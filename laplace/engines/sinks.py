@@ -130,7 +130,7 @@ class Sink(ABC):
 
 
 class DiagSink(Sink):
-    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U of every tensor."""
+    """Diagonal of the curvature, `[E, P]` [Redux, appendix B, diagonal], or of Uᵀ H U, a basis U for every tensor."""
 
     def __init__(
         self, bases: Bases | None = None, values: Tensor | None = None, dtype: torch.dtype | None = None
@@ -408,11 +408,11 @@ class PairOfSinks(Sink):
 
 
 class KronSink(Sink):
-    """Kronecker factors of one batch, by key; exact dense or diagonal blocks of tensors without factors.
+    """Kronecker factors of one batch [Redux, appendix eq. 10] [Linearization, eq. A.2], by key; exact blocks elsewhere.
 
-    Products are formed and summed in float64, or summed alone (`product_dtype`). A posterior variance in a direction
-    that the data leave open is 1/δ, and 1/(δ + ε λ) with the rounding ε of the largest eigenvalue λ: of inputs in the
-    thousands ε λ exceeds δ in float32.
+    Blocks of tensors without factors are dense or diagonal. Products are formed and summed in float64, or summed alone
+    (`product_dtype`). A posterior variance in a direction that the data leave open is 1/δ, and 1/(δ + ε λ) with the
+    rounding ε of the largest eigenvalue λ: of inputs in the thousands ε λ exceeds δ in float32.
     """
 
     quantity = "kron"

@@ -603,8 +603,8 @@ class Subsample:
     """M of N data, drawn without replacement, for N/M times the curvature of the M with loss and number of all N.
 
     The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
-    block, diagonal). The loader is read once for the loss, by forward passes alone, and once for the curvature; the M
-    data are held where a structure reads them several times.
+    block, diagonal) [Linearization, appendix A.3.1, subsample]. The loader is read once for the loss, by forward passes
+    alone, and once for the curvature; the M data are held where a structure reads them several times.
     """
 
     loader: Iterable[Any]  # The M data

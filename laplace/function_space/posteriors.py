@@ -51,7 +51,7 @@ class BaseFunctionalLaplace(NamedPosterior):
     """Base of posteriors over functions: Gaussian processes, Nyström and variational approximations.
 
     You use them like any other posterior. Internally they work with kernels between data. Their predictive is called
-    `"gp"`: the linearised network under this posterior (Immer et al., 2021, equations 15 and 16).
+    `"gp"`: the linearised network under this posterior (Immer et al., 2021).
     """
 
     pred_types = FUNCTION_SPACE
@@ -134,7 +134,7 @@ class BaseFunctionalLaplace(NamedPosterior):
 
 
 class SubsetPosterior(BaseFunctionalLaplace):
-    """All weights, as a Gaussian process on a subset of M data (Immer et al., 2021, equations A.5 to A.7).
+    """All weights, as a Gaussian process on a subset of M data (Immer et al., 2021).
 
     The kernel is K = J J'ᵀ / δ with the network's Jacobians J, the posterior covariance K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*
     with the output Hessian Λ. Since M of N data are used, the prior precision is δ·N/M. With M = N this equals the full

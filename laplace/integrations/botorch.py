@@ -2,8 +2,8 @@
 
     f | D ~ GP(m, k),    m(x) = f(x, θ̂),    k(x, x') = J(x) P⁻¹ J(x')ᵀ
 
-is the linearised network under the posterior over its weights (Immer et al., 2021, equation 10; Kristiadi et al., 2023,
-for Bayesian optimisation). New observations condition this Gaussian process exactly, without a fit.
+is the linearised network under the posterior over its weights (Immer et al., 2021; Kristiadi et al., 2023, for Bayesian
+optimisation). New observations condition this Gaussian process exactly, without a fit.
 """
 
 from __future__ import annotations

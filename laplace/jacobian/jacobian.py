@@ -317,7 +317,7 @@ Scales = Sequence[Tensor] | None
 
 
 def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
-    """The kernel between the samples of two Jacobians, `[B, C, M, C]`, float64."""
+    """The kernel J D⁻¹ J'ᵀ between samples of two Jacobians, `[B, C, M, C]`, float64 [Linearization, eq. 14]."""
     pairs = zip(first.blocks, second.blocks, strict=True)
     return total(_scaled_kernel(x, y, scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)
 

@@ -180,7 +180,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
         return None if y is None else self.weights(y)
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
-        """Σ_b −log softmax(f_b)_{y_b}, or −Σ_bc y_bc log softmax(f_b)_c, `[1]`."""
+        """Σ_b −log softmax(f_b)_{y_b}, or −Σ_bc y_bc log softmax(f_b)_c, `[1]` [Redux, eq. 2]."""
         return self._labels(y).loss(f).unsqueeze(0)
 
     @property

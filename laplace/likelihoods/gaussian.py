@@ -47,7 +47,7 @@ class Gaussian(Likelihood):
         return (seen if weights is None else weights.to(seen) * seen).sum(0)
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
-        """½ Σ_b (y_bc − f_bc)², `[C]`."""
+        """½ Σ_b (y_bc − f_bc)², `[C]` [Redux, eq. 2]."""
         return 0.5 * self._residual(f, y).square().sum(0)
 
     def _residual(self, f: Tensor, y: Tensor) -> Tensor:

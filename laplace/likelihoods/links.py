@@ -77,8 +77,8 @@ def softmax(f: Tensor) -> Tensor:
 def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax) -> Tensor:
     """Probit approximation: inverse_link(μ / √(1 + π/8 · diag Σ)), `[B, C]`.
 
-    For the sigmoid this is MacKay's (1992) approximation of ∫ σ(f) N(f; μ, v) df; for softmax its
-    multi-class extension (Gibbs, 1997).
+    For the sigmoid this is MacKay's (1992) approximation of ∫ σ(f) N(f; μ, v) df [Redux, appendix B, probit]; for
+    softmax its multi-class extension (Gibbs, 1997) [Redux, appendix B, probit of classes] [Mixtures, eq. 6].
     """
     variance = Gaussian(mean, covariance).variance.clamp(min=0)
     return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
@@ -91,7 +91,10 @@ def monte_carlo(
     n_samples: int = 100,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Average of inverse_link over draws from N(μ, Σ), `[B, C]`; standard error O(n_samples^−½)."""
+    """Average of inverse_link over draws from N(μ, Σ), `[B, C]`; standard error O(n_samples^−½).
+
+    It estimates ∫ inverse_link(f) N(f; μ, Σ) df [Redux, appendix eq. 13] [Mixtures, eq. 5].
+    """
     largest = torch.finfo(mean.dtype).max
     gaussian = Gaussian(mean, covariance)
     return gaussian.average(lambda f: inverse_link(f.clamp(-largest, largest)), n_samples, generator)
@@ -100,7 +103,7 @@ def monte_carlo(
 def delta(mean: Tensor, covariance: Tensor) -> Tensor:
     """Delta method: softmax(μ) + ½ tr(B Σ), B the Hessian of the softmax at μ, `[B, C]`.
 
-    (Daxberger et al., 2021, appendix B.4.6.) With p = softmax(μ) and v_k = (e_k − p)ᵀ Σ (e_k − p) it is
+    With p = softmax(μ) and v_k = (e_k − p)ᵀ Σ (e_k − p) it is [Redux, appendix B, delta method]
 
         p_k (1 + ½ (v_k − Σ_l p_l v_l)),
 
@@ -174,7 +177,7 @@ def bridge_norm(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False) -> Tensor:
-    """Logarithms of the Dirichlet concentrations of the Laplace bridge, `[B, C]`, float64.
+    """Logarithms of the concentrations of the Laplace bridge, `[B, C]`, float64 [Redux, appendix B, Laplace bridge].
 
     Softmax ignores a shift of all latents, so the Gaussian is first conditioned on Σ_c f_c = 0:
     with s = Σ1 and t = 1ᵀΣ1, μ ← μ − s (1ᵀμ)/t and Σ ← Σ − s sᵀ/t. Then

@@ -241,7 +241,7 @@ class OutputHessian:
 
     @cached_property
     def _multinomial_factor(self) -> tuple[Tensor, Tensor]:
-        """Parts of that factor, `[B, C]` each (Tanabe & Sagae, 1992, equation 3).
+        """Parts of that factor, `[B, C]` each [Tanabe and Sagae, 1992, eq. 3].
 
         With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)), the diagonal, times 1 at k and −p_i / q_k below.
         Nothing cancels, so that every entry keeps its digits where p is saturated.

@@ -106,8 +106,8 @@ def column(reach: float, n: int, like: Tensor) -> Tensor:
 class Decomposition:
     """Var(y) = E[Var(y | f)] + Var(E[y | f]) over the posterior of f, and the same in entropies.
 
-    The first is equation B.1 of Immer et al. (2021; Kwon et al., 2020), of every output: of the 0/1 indicator of a
-    class or label, or of a real target. Variances are in squared units of the target, entropies in nats.
+    The first is [Linearization, eq. B.1] (Kwon et al., 2020), of every output: of the 0/1 indicator of a class or
+    label, or of a real target. Variances are in squared units of the target, entropies in nats.
 
     Attributes:
         aleatoric: E[Var(y | f)], `[B, C]`.

@@ -1,4 +1,4 @@
-"""The bound on the confidence of last-layer posteriors far from the data (Eschenhagen et al., 2021, theorem 2)."""
+"""The bound on the confidence of last-layer posteriors far from the data (Eschenhagen et al., 2021)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def confidence_bound(posterior: ParametricLaplace | MixtureLaplace, x: Inputs) -
         max_c Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))),    b_i = ‖μ_i‖ / √((π/8) λ_min(Σ_i)),
 
     for the probit link; μ_i and Σ_i are mean and covariance of the weights of output i under component k, with its bias
-    (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The sum bounds the probability of class c. The
+    [Mixtures, theorem 2], of one posterior [Mixtures, lemma 1]. The sum bounds the probability of class c. The
     theorem takes the class that is predicted at x; at αx it may be another, so that the largest sum bounds the
     confidence. It is the same for every x, and holds for every network with a linear head, since
     |m_i| / √(1 + (π/8) C_ii) ≤ b_i for any features.
@@ -52,7 +52,7 @@ def _bounds(la: ParametricLaplace) -> Tensor:
 
 
 def _ratios(la: ParametricLaplace) -> Tensor:
-    """b_i of every output, `[C]`: infinite where a variance is zero."""
+    """b_i of every output, `[C]` [Mixtures, eq. 11]: infinite where a variance is zero."""
     rows, mean, precision = _rows(la), la.snapshot().mean, la.posterior()
     ratios: list[Tensor] = []
     for row in rows:

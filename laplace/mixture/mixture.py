@@ -1,6 +1,6 @@
 """Mixtures of Laplace approximations: one posterior out of several networks (Eschenhagen et al., 2021).
 
-    p(θ | D) ≈ Σ_k π_k N(θ; θ_k*, P_k⁻¹)    (equation 7)
+    p(θ | D) ≈ Σ_k π_k N(θ; θ_k*, P_k⁻¹)
 
 The networks are modes of one posterior, or models of any kind that predict the same targets.
 """
@@ -63,7 +63,7 @@ VERSION = 1
 class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
     """A mixture of Laplace approximations of several networks, MoLA (Eschenhagen et al., 2021).
 
-    Its predictions Σ_k π_k p_k(y | x) (equation 9) average those of the components, and it is fitted, tuned and saved
+    Its predictions Σ_k π_k p_k(y | x) average those of the components, and it is fitted, tuned and saved
     like a single posterior. Regression returns mean and variance of the mixture, by the law of total variance. Where
     samples are drawn, every component has `n_samples`.
 
@@ -73,7 +73,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         likelihood: As in `Laplace`; required if components are networks.
         subset_of_weights: As in `Laplace`, if components are networks.
         hessian_structure: As in `Laplace`, if components are networks.
-        weights: Mixture weights π: `"uniform"`, `"evidence"` (proportional to p(D | M_k), equation 10) or numbers
+        weights: Mixture weights π: `"uniform"`, `"evidence"` (proportional to p(D | M_k)) or numbers
             `[K]`.
         **options: Further arguments of `Laplace`, if components are networks.
 
@@ -293,8 +293,8 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
     ) -> Tensor:
         """Log evidence under a uniform prior over the K models, log p(D) = log (1/K) Σ_k p(D | M_k), 0-dim.
 
-        The sum is the denominator of equation 10 (derived in appendix E.1 of Eschenhagen et al., 2021), with
-        each p(D | M_k) by the Laplace approximation. The mixture weights do not enter it.
+        The sum is the denominator of the weights by evidence (Eschenhagen et al., 2021, appendix E.1), with each
+        p(D | M_k) by the Laplace approximation. The mixture weights do not enter it.
 
         Args:
             prior_precision: δ to evaluate at, for all components. It is also assigned, without its graph.
@@ -345,7 +345,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         return Prediction(components, weights, self.components[0].channel_dim, choice if len(components) > 1 else None)
 
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
-        """A component per sample (equation 8), then a sample of it."""
+        """A component per sample, then a sample of it [Mixtures, eq. 8]."""
         weights, more = self.weights, _changed_options(options) | model_kwargs
         options.kind()
         chosen = _drawn_components(weights, options.n_samples, options.generator)
@@ -368,7 +368,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Samples of the weights: a component with probability π_k, then a sample of its Gaussian (equation 7).
+        """Samples of the weights: a component with probability π_k, then a sample of its Gaussian [Mixtures, eq. 7].
 
         Returns:
             Index of the component of each sample, `[S]`; and a list with the samples of each component, `[S_k, P_k]`
@@ -561,7 +561,7 @@ def _checked_rule(weights: str | Tensor | Sequence[float], n_components: int) ->
 
 
 def by_evidence(log_evidences: Tensor) -> Tensor:
-    """π_k = p(D | M_k) / Σ_l p(D | M_l), `[K]` (Eschenhagen et al., 2021, equation 10), from logarithms `[K]`."""
+    """π_k = p(D | M_k) / Σ_l p(D | M_l), `[K]` [Mixtures, eq. 10], from logarithms `[K]`."""
     return log_evidences.softmax(0)
 
 

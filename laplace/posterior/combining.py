@@ -181,8 +181,8 @@ def kl(one: Posterior, other: Posterior) -> Tensor:
 def wasserstein(one: Posterior, other: Posterior) -> Tensor:
     """W₂(one, other), 0-dim, float64: W₂² = ‖m₁ − m₂‖² + min_Q ‖L₁ − L₂ Q‖² over orthogonal Q, with Σ = L Lᵀ.
 
-    The minimum, at Q = V Uᵀ for L₁ᵀ L₂ = U S Vᵀ, is tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982). Unlike
-    this difference it cancels nothing where two posteriors are close.
+    The minimum, at Q = V Uᵀ for L₁ᵀ L₂ = U S Vᵀ, is tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982)
+    [Redux, appendix eq. 6]. Unlike this difference it cancels nothing where two posteriors are close.
     """
     _require_same_weights("wasserstein", one, other)
     with autograd_mode(), torch.no_grad():

@@ -46,8 +46,8 @@ class Scatter:
     def shrunk(self, n: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and ridge of the covariance that n features lead to by oracle approximating shrinkage.
 
-        It is (1 − ρ) S/n + ρ tr(S/n)/D with ρ of Chen et al. (2010, "Shrinkage algorithms for MMSE covariance
-        estimation", equation 23, without its terms 2/D), and exists with fewer features than dimensions.
+        It is (1 − ρ) S/n + ρ tr(S/n)/D with ρ of [Chen et al., 2010, eq. 23] without its terms 2/D, and exists with
+        fewer features than dimensions.
         """
         width, values = len(self.vectors), self.values / n
         mean, square = values.sum() / width, values.square().sum() / width**2

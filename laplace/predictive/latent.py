@@ -86,7 +86,7 @@ def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> G
 
 @dataclass(frozen=True, eq=False)
 class LinearisedOutputs(GaussianSource):
-    """f(x, θ*) + J (θ − θ*), θ ~ N(θ̂, P⁻¹): the GLM predictive (Immer et al., 2021, equation 10).
+    """f(x, θ*) + J (θ − θ*), θ ~ N(θ̂, P⁻¹): the GLM predictive [Linearization, eq. 10].
 
     Attributes:
         posterior: Has the engine, which gives Jacobians at θ*, and the step θ̂ − θ* of a refinement.
@@ -142,7 +142,7 @@ def linearised(
     choice: OutputChoice | None = None,
     group_size: int | None = None,
 ) -> Gaussian:
-    """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
+    """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent [Redux, appendix B, linearised outputs].
 
     The form of covariances is `"full"`, `[B, C, C]`, `"diagonal"`, `[B, C]`, or `"joint"`, `[B·C, B·C]`, of groups of n
     inputs `[B/n, n·C, n·C]`; B are rows, data × positions. With `wide` they are summed in float64.

@@ -522,7 +522,7 @@ class PosteriorOutputs:
 
     @lazy
     def mean(self) -> Tensor:
-        """E[y], `[B, C]`: by the link, or that of the latents."""
+        """E[y], `[B, C]`: by the link, or that of the latents, or over samples [Redux, appendix B, Monte Carlo]."""
         likelihood, joint = self.likelihood, self.options.form == "joint"
         if likelihood.target.mean_is_latent:
             return self.latent_mean
@@ -574,7 +574,7 @@ Summary = Tensor | tuple[Tensor, Tensor]
 
 
 def mixed(predictions: Sequence[Summary], weights: Tensor, channel_dim: int = -1) -> Summary:
-    """The mixture Σ_k π_k p_k (Eschenhagen et al., 2021, equation 9), or its first two moments."""
+    """The mixture Σ_k π_k p_k [Mixtures, eq. 9], or its first two moments."""
     if len(predictions) == 1:
         return predictions[0]
     moments = [prediction for prediction in predictions if isinstance(prediction, tuple)]

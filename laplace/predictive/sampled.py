@@ -218,7 +218,7 @@ class _Counter(TorchDispatchMode):
 
 @dataclass(frozen=True, eq=False)
 class SampledOutputs(SampleSource):
-    """Outputs of the network at weights drawn from the posterior.
+    """Outputs of the network at weights drawn from the posterior [Mixtures, eq. 4].
 
     Attributes:
         posterior: Of the weights.

@@ -165,8 +165,8 @@ NO_SMOOTHING = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
 class LinearModel:
     """−log p(D | f_lin) − log p(θ) up to constants, f_lin = f(x, θ*) + J (θ − θ*), as a function of θ − θ*, `[P]`.
 
-    With a covariance of the outputs the loss is its expectation under N(f_lin, V): the part of the evidence lower
-    bound that depends on the mean.
+    Its minimum is the mode [Linearization, appendix A.3.2, refinement]. With a covariance of the outputs the loss is
+    its expectation under N(f_lin, V): the part of the evidence lower bound that depends on the mean.
 
     Its data are outputs where its parameters are zero, and products with J and Jᵀ. Numbers are float64.
     """

@@ -65,7 +65,7 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class KernelBatch:
-    """The M data: prior mean of the outputs `[M, C]`, float64, and checked targets."""
+    """The M data: prior mean of the outputs `[M, C]`, float64 [Linearization, eq. 14], and checked targets."""
 
     f: Tensor
     y: Tensor
@@ -166,7 +166,7 @@ _START = 1e-8
 
 
 class ProcessRefiner(Refiner[KernelCovariance]):
-    """A Gaussian process as a linear model of its coordinates.
+    """A Gaussian process as a linear model of its coordinates [Linearization, eq. A.5].
 
     The subset is chosen from the loader, which is read once, as `fit` does: one that shuffles gives another subset.
     """

@@ -4,7 +4,7 @@ With R rows A = Sᵀ J, where S Sᵀ = Λ, the precision P = w Aᵀ A + D has th
 
     log det P − log det D = log det(I + G),    J* P⁻¹ J*ᵀ = K** − w J* D⁻¹ Aᵀ (I + G)⁻¹ A D⁻¹ J*ᵀ
 
-which is equation A.6 of Immer et al. (2021), K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, in a form that needs no inverse of a
+which is the process of Immer et al. (2021), K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, in a form that needs no inverse of a
 singular Λ or kernel. Of many scalar priors at once one eigendecomposition A Aᵀ = U λ Uᵀ serves all:
 
     J* P⁻¹ J*ᵀ = (K** − V Vᵀ)/δ + V (δ + w λ)⁻¹ Vᵀ,    V = J* Aᵀ U λ^(−½)
@@ -450,7 +450,7 @@ class DualPrecision(Precision):
         return torch.cat([self._covariance_of(i, piece, form) for piece in pieces])
 
     def _covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
-        """K** − W Wᵀ with W = J D⁻¹ Aᵀ (I + G)^(−½)."""
+        """K** − W Wᵀ with W = J D⁻¹ Aᵀ (I + G)^(−½) [Linearization, eq. A.6]."""
         whole, root = prior_covariance(jacobian, self.scales, form), self.roots[i]
         rows = self.duals[i].against(jacobian, self.weights_of(i), self.scales)
         known = torch.linalg.solve_triangular(root.mT, rows.flatten(0, 1), upper=True, left=False)

@@ -77,7 +77,7 @@ class HeadRoots:
         return cls(tuple(part.contiguous() for part in columns), len(order))
 
     def variances(self, features: Tensor) -> Tensor:
-        """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]`."""
+        """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]` [Mixtures, appendix A, last-layer outputs]."""
         features = features.to(self.columns[0])
         step = max(1, bytes_at_once(CHUNK_BYTES, features.device) // (8 * self.n_outputs * features.shape[1]))
         return torch.cat([self._of_some(rows) for rows in features.split(step)])
@@ -220,7 +220,7 @@ class FullCurvature(AdditiveCurvature):
 
 @dataclass(frozen=True, eq=False)
 class FullPrecision(Precision):
-    """P = Σ_e w_e H_e + diag(δ), factorised in float64."""
+    """P = Σ_e w_e H_e + diag(δ), factorised in float64 [Redux, eq. 7] [Linearization, eq. 12]."""
 
     curvature: FullCurvature  # H
     weights: Tensor  # w, `[E]`

@@ -79,7 +79,7 @@ FORMS: tuple[DampingForm, ...] = (False, True, "mean", "sum")
 
 @dataclass(frozen=True)
 class Damping:
-    """(b √s B + √δ) ⊗ (a √s A + √δ) in place of s B ⊗ A + δ, where B is a sum over N data and A a mean."""
+    """(b √s B + √δ) ⊗ (a √s A + √δ) for s B ⊗ A + δ, B a sum over N data, A a mean [Redux, appendix B, damping]."""
 
     output: float = 1.0  # Factor b of the output side
     input: float = 1.0  # Factor a of the input side
@@ -88,8 +88,8 @@ class Damping:
     def of(cls, options: Mapping[str, Any]) -> Damping | None:
         """From the options `damping` and, where that names a paper's normalisation, `n_data` of a precision.
 
-        `True` takes the factors as they are, `"mean"` gives both √N times a mean (Ritter et al., 2018; Eschenhagen et
-        al., 2021, algorithm 1), `"sum"` makes both sums (Immer et al., 2021, equations A.2 and A.4).
+        `True` takes the factors as they are, `"mean"` gives both √N times a mean (Ritter et al., 2018)
+        [Mixtures, algorithm 1], `"sum"` makes both sums [Linearization, eq. A.4].
         """
         form = options.get("damping", False)
         if not form:
@@ -121,8 +121,8 @@ def checked_damping(form: Any) -> DampingForm:
 class KronPrecision(Precision):
     """P with blocks U (s λ + δ) Uᵀ, or with Ritter et al.'s damping U ((√s λ_l + √δ)(√s λ_r + √δ)) Uᵀ.
 
-    A prior that is constant in a block is added exactly, and so is any prior to a dense or diagonal block; a prior
-    that varies within a Kronecker block enters by its diagonal in the eigenbasis.
+    A prior that is constant in a block is added exactly [Linearization, eq. A.3], and so is any prior to a dense or
+    diagonal block; a prior that varies within a Kronecker block enters by its diagonal in the eigenbasis.
     """
 
     spectra: Spectra  # The eigendecomposition of every block
@@ -167,7 +167,7 @@ class KronPrecision(Precision):
         return values.log().sum() * repeats
 
     def _values(self, i: int) -> Tensor:
-        """Eigenvalues of the posterior block, `[p]`, differentiable in scale and prior."""
+        """Eigenvalues of the posterior block, `[p]`, differentiable [Linearization, appendix A.1, eigenvalues]."""
         spectrum = self.spectra[i]
         prior = self.spectra.prior(i, self._priors[i])
         left, right = spectrum.left_values, spectrum.right_values
@@ -295,7 +295,7 @@ class KronPrecision(Precision):
         return self.spectra.regrouped(jacobian).sum_over_blocks(of_block)
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
-        """In the prior's dtype where that is enough, at half the cost of float64; its root is symmetric."""
+        """In the prior's dtype where that is enough; its root, of samples, symmetric [Redux, appendix B, samples]."""
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
         pairs = zip(self._posterior, parts, strict=True)
         return torch.cat([own.times(part.to(own.values.dtype), exponent).to(vectors) for own, part in pairs], -1)

@@ -19,14 +19,14 @@ from laplace.errors import InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape, total
 from laplace.structures import linalg
 
-# Dominant eigenvectors of Kronecker factors known by their products alone (Halko et al., 2011, algorithms 4.1, 5.3).
+# Dominant eigenvectors of Kronecker factors known by their products alone (Halko et al., 2011).
 #
 # A factor A is multiplied with random vectors in a first reading of the data, Y = AΩ, and with an orthonormal basis Q
 # of Y's range in a second one. Within the range of Q everything is then known: QᵀAQ, of width w instead of n.
 
 
 class Draws:
-    """A probe of standard normal vectors, or of the identity where those would be no fewer."""
+    """Standard normal vectors [Halko et al., 2011, algorithm 4.1], or the identity where those would be no fewer."""
 
     def __init__(self, width: int, seed: int, device: torch.device) -> None:
         self.width = width  # Vectors per side, w
@@ -87,7 +87,7 @@ class Side:
 
     @classmethod
     def of(cls, basis: Tensor, products: Tensor, rank: int) -> Side:
-        """The dominant part within the range of Q `[G, n, w]`, from A_e Q `[E, G, n, w]` or A Q (Rayleigh and Ritz)."""
+        """Dominant part within Q `[G, n, w]`, from A_e Q `[E, G, n, w]` [Halko et al., 2011, algorithm 5.3]."""
         products = products if products.ndim == 4 else products.unsqueeze(0)
         return cls._truncated(basis, widened(basis).mT @ widened(products), rank)
 
@@ -307,7 +307,7 @@ def none(size: int, like: Tensor) -> Columns:
 
 
 def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, positions: float, rank: int) -> Columns:
-    """The columns of a Kronecker-factored block with the largest eigenvalues, float64.
+    """The columns of a Kronecker-factored block with the largest eigenvalues, float64 [Redux, appendix B, columns].
 
     `inputs` are counts `[V]` of an embedding, and None of a bias.
     """

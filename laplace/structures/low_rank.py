@@ -1,7 +1,7 @@
 """Low-rank curvature: the dominant eigenpairs of the unit curvature, found by products with vectors alone.
 
-H ≈ U diag(λ) Uᵀ comes from a seeded randomised subspace iteration (Halko et al., 2011, algorithm 4.4 with the
-Rayleigh–Ritz step of algorithm 5.3), which reads the data several times and never holds a matrix of P rows and columns.
+H ≈ U diag(λ) Uᵀ comes from a seeded randomised subspace iteration (Halko et al., 2011) with a Rayleigh–Ritz
+step, which reads the data several times and never holds a matrix of P rows and columns.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ class LowRankOptions(SignedOptions):
 
 @dataclass(frozen=True, eq=False)
 class LowRankCurvature(Curvature):
-    """Dominant eigenpairs of the unit curvature: H_e = Q M_e Qᵀ with one orthonormal basis Q for all terms.
+    """Dominant eigenpairs of the unit curvature [Redux, appendix B, low rank]: H_e = Q M_e Qᵀ, one Q for all terms.
 
     The basis is of float64, in which the products were formed; of products in the network's own dtype, by its graph or
     by another package, it is of that.
@@ -590,7 +590,7 @@ def _basis_of(rows: Tensor) -> Tensor:
 
 
 class _Reading(DataPass):
-    """One product H Q with all columns of the basis, summed over the data."""
+    """One product H Q with all columns of the basis, summed over the data [Halko et al., 2011, algorithm 4.4]."""
 
     def __init__(
         self,

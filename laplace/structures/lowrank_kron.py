@@ -133,7 +133,7 @@ class Part:
 
     @classmethod
     def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype, summed: torch.dtype) -> Part:
-        """S and D in a dtype, from columns and the exact diagonal `[p]` of the weighted terms in float64.
+        """S and D in a dtype, from columns and the exact diagonal `[p]` of terms [Redux, appendix B, with diagonal].
 
         `summed` is the dtype in which the diagonal was summed, to whose rounding D is known.
         """

@@ -110,7 +110,7 @@ class Precision(ABC):
 
     @property
     def covariance(self) -> Tensor:
-        """P⁻¹, `[P, P]`, whose diagonal is not negative where it is the difference of nearly equal numbers, either."""
+        """P⁻¹, `[P, P]` [Redux, eq. 5]; no variance is negative where it is a difference of nearly equal numbers."""
         inverse = self.power(self._identity, -1)
         if is_true((inverse.diagonal() < 0).any()):
             return inverse.diagonal_scatter(self.diagonal_of_inverse())

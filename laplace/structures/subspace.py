@@ -102,9 +102,9 @@ class RitzPairs:
 
 
 def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
-    """Eigenpairs of H within the span of an orthonormal basis Q, from T = Qᵀ H Q, which they overwrite.
+    """Eigenpairs of H within the span of an orthonormal basis Q, from T = Qᵀ H Q [Halko et al., 2011, algorithm 5.3].
 
-    Q and H Q are rows `[l, P]`; zero rows of Q are passed over.
+    They overwrite both. Q and H Q are rows `[l, P]`; zero rows of Q are passed over.
     """
     small = inner(basis, products)
     values, vectors = eigen.eigh(0.5 * (small + small.T))

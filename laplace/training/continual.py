@@ -1,10 +1,10 @@
 """Continual learning by recursive Bayes: the posterior after one task is the prior of the next.
 
 With the data of former tasks gone, p(θ | D_1, …, D_t) ∝ p(D_t | θ) p(θ | D_1, …, D_{t−1}) (Daxberger et al., 2021,
-appendix C.4, equations 14 and 15) is all that task t needs. Laplace approximations keep the former posterior as
+appendix C.4) is all that task t needs. Laplace approximations keep the former posterior as
 N(θ_{t−1}, P_{t−1}⁻¹), so that task t minimises
 
-    −log p(D_t | θ) + ½ (θ − θ_{t−1})ᵀ P_{t−1} (θ − θ_{t−1}),        P_t = s Σ_{t' ≤ t} H_{t'} + diag(δ)    (eq. 16)
+    −log p(D_t | θ) + ½ (θ − θ_{t−1})ᵀ P_{t−1} (θ − θ_{t−1}),        P_t = s Σ_{t' ≤ t} H_{t'} + diag(δ)
 
 with the curvature H_{t'} of every task at the weights θ_{t'} at which it ended, s = 1/(σ²T), and one prior in all.
 A posterior that is fitted with `override=False` holds exactly θ_{t−1} and the sum: nothing else is kept between tasks.
@@ -62,7 +62,7 @@ class TaskFit:
 
     @classmethod
     def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
-        """Fits a task; the posterior `la` is not changed.
+        """Fits a task, whose curvature is added [Redux, appendix eq. 16]; the posterior `la` is not changed.
 
         Args:
             la: The posterior of the former tasks.
@@ -83,8 +83,8 @@ class TaskFit:
 
         log p(D_t | D_<t) ≈ log p(D_t | θ_t) − ½ (log det P_t − log det P_{t−1} + Δᵀ P_{t−1} Δ),   Δ = θ_t − θ_{t−1}
 
-        is equation 6 of Daxberger et al. (2021) with the former posterior as prior, the normaliser of their equation
-        15. For the first task it is the log evidence of the fit.
+        is the log evidence with the former posterior as prior, which normalises the posterior of the task. For the
+        first task it is that of the fit.
 
         Args:
             prior_precision: δ in P_t and P_{t−1}, `[1]`, `[n_tensors]` or `[P]`; None for the present one.
@@ -199,7 +199,7 @@ def train_task(
     progress_bar: bool = False,
     memory: TaskMemory | None = None,
 ) -> TaskResult:
-    """Learns one task with the posterior of the former tasks as prior, then adds the task to the posterior.
+    """Learns one task with the posterior of the former ones as prior, and adds it to that [Redux, appendix eq. 15].
 
     Only the random weights are trained: all weights, the last layer, or a subnetwork.
 
@@ -358,7 +358,7 @@ def _keep_fixed_entries(la: ParametricLaplace) -> None:
 
 
 def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:
-    """Quadratic penalty ½ (θ − θ*)ᵀ P (θ − θ*): the posterior's negative log density, without its normaliser.
+    """½ (θ − θ*)ᵀ P (θ − θ*) [Redux, eq. 4]: the posterior's negative log density, without its normaliser.
 
     Before `fit` it is the one of the prior, ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀), so that the first task needs no special case.
     Add it to the *summed* loss of a task, or divided by N to the mean loss.

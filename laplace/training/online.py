@@ -1,6 +1,6 @@
 """Online Laplace: MAP training whose prior precision and noise follow the evidence.
 
-Algorithm 1 of Daxberger et al., "Laplace Redux" (2021), after Immer et al., "Scalable Marginal Likelihood Estimation
+After Daxberger et al., "Laplace Redux" (2021), and Immer et al., "Scalable Marginal Likelihood Estimation
 for Model Selection in Deep Learning" (2021): every F epochs a Laplace approximation is fitted at the present weights,
 and a few steps of gradient ascent on its log evidence move the hyper-parameters, in their logarithms.
 """
@@ -261,7 +261,7 @@ class OnlineLaplace(CheckedConstructor):
         )
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """Training objective of a batch, L(θ) above, 0-dim: its mean loss plus the penalty of the prior.
+        """Training objective of a batch, L(θ) above [Redux, eq. 1], 0-dim: its mean loss plus the penalty of the prior.
 
         With one noise per output, output c has the weight w_c / mean(w), and w is mean(w).
 
@@ -415,7 +415,7 @@ def marglik_training(
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Trains a network together with its prior precision and noise, by the evidence; no validation data are needed.
 
-    This is algorithm 1 of Daxberger et al. (2021), with the objective `OnlineLaplace.loss`. During training the model
+    This is [Redux, algorithm 1], with the objective `OnlineLaplace.loss`. During training the model
     is in train mode, except for submodules that you set to eval mode; afterwards all modes are as before.
 
     Args:

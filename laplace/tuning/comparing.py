@@ -45,7 +45,7 @@ Predict = Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction]
 def compare(
     predict: Predict, group: PosteriorGroup, loader: Iterable[Any], options: PredictOptions, *, progress_bar: bool
 ) -> Comparison:
-    """Scores of the predictions and of the networks' outputs themselves, by the same likelihood.
+    """Scores of the predictions and of the networks' own, or their mean [Mixtures, eq. 3], by the same likelihood.
 
     Without a generator numbers are drawn from seed 0.
     """

@@ -44,7 +44,7 @@ Prediction = Summary
 
 
 def negative_log_density(likelihood: Likelihood, prediction: Prediction, y: Tensor, sigma: Tensor) -> Tensor:
-    """−log p(y | x, D), in nats: of every likelihood that defines `predictive_nll`."""
+    """−log p(y | x, D), in nats [Redux, appendix eq. 11]: of every likelihood that defines `predictive_nll`."""
     mean, variance = mean_of(prediction), variance_of(prediction)
     if mean.ndim == 2:
         return likelihood.predictive_nll(mean, variance, y, sigma)
@@ -150,7 +150,7 @@ class MeanScore(Running):
 
 
 class CalibrationError(Running):
-    """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3)."""
+    """Expected calibration error in bins of equal width [Guo et al., 2017, eq. 3]."""
 
     def __init__(self, binned_gaps: Score, likelihood: Likelihood) -> None:
         # Gaps between accuracy and confidence, each in its bin, `[..., B, M]`.
@@ -305,7 +305,7 @@ class Validation:
 
     loader: Iterable[Any]  # validation data, batches as `fit` takes them
     ood_loader: Iterable[Any] | None = None  # inputs from elsewhere; targets are not read
-    ood_weight: float = 1.0  # λ of equation 12 of Daxberger et al. (2021)
+    ood_weight: float = 1.0  # λ of `less_entropy`
     progress_bar: bool = False
     processes: Processes | None = None  # whose loaders have the other shards of the data
     refuse_training_data: bool = False  # whether data of the fit are an error, and not a warning
@@ -367,7 +367,7 @@ class Validation:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 
     def less_entropy(self, loss: Tensor, entropy: Tensor, n_ood: int, n_data: int) -> Tensor:
-        """The loss minus λ times the entropy outside: sums over data in equation 12, here divided by their number."""
+        """The loss minus λ times the entropy outside, means in place of sums over data [Redux, appendix eq. 12]."""
         return loss - self.ood_weight * n_ood / n_data * entropy
 
 

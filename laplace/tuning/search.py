@@ -483,7 +483,7 @@ def _adam(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: Searc
 
 
 class _AdamUpdate:
-    """Steps of Adam (Kingma & Ba, 2015, algorithm 1).
+    """Steps of Adam [Kingma and Ba, 2015, algorithm 1].
 
     PyTorch's optimiser computes the same, and imports PyTorch's compiler with its first step: most of a second.
     """

@@ -333,9 +333,9 @@ class Tunable(ABC):
                 evidence, else `"grid"`.
             prior_structure: `"scalar"`, `"layerwise"` or `"diag"`; None keeps the present one.
             val_loader: Validation data.
-            ood_loader: Out-of-distribution inputs, at which predictions shall be uncertain (Daxberger et al., 2021,
-                equation 12); targets are not read.
-            ood_weight: λ of that equation, the weight of the out-of-distribution term.
+            ood_loader: Out-of-distribution inputs, at which predictions shall be uncertain (Daxberger et al.,
+                2021); targets are not read.
+            ood_weight: λ, the weight of the out-of-distribution term.
             grid: Values to try for each tuned hyper-parameter, `[n]`, by name; default: powers of 10.
             n_steps: Number of Adam steps or L-BFGS iterations.
             lr: Step size of Adam.

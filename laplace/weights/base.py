@@ -158,7 +158,7 @@ class AllWeights(Weights):
 
 
 class Subnetwork(Weights):
-    """Treats the given entries and keeps all others at their trained values.
+    """Treats the given entries and keeps all others at their trained values [Redux, appendix eq. 5].
 
     Args:
         model: The network.

@@ -28,7 +28,7 @@ from laplace.weights.problem import Caller, ParameterSlice, Problem, reduce_feat
 
 
 class LastLayer(Weights):
-    """Treats the last linear layer; the trunk runs without a graph, and no fit or prediction copies anything.
+    """Treats the last linear layer [Redux, appendix eq. 8]; the trunk runs without a graph, and nothing is copied.
 
     The features are fixed, also where the layer's weight is tied to the trunk's (to an embedding, say): only its use in
     the head is random.

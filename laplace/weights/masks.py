@@ -441,7 +441,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
         self.diag_laplace_model = diag_laplace_model
 
     def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
-        """Posterior variances, `[P]`.
+        """Posterior variances, `[P]`, of which the largest lose least [Redux, appendix eq. 7].
 
         Raises:
             InvalidArgument: No loader is given.

@@ -269,7 +269,9 @@ class OuterEngine(NativeEngine):
 
 
 class GGNEngine(OuterEngine):
-    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b [Redux, eq. 9], exact or sampled.
+
+    It is the Fisher information of exponential families [Redux, eq. 8].
 
     The arguments are those of `CurvatureEngine`.
     """
@@ -301,7 +303,7 @@ class GGNEngine(OuterEngine):
 
 
 class EFEngine(OuterEngine):
-    """Empirical Fisher Σ_b w_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of sample b.
+    """Empirical Fisher Σ_b w_b g_b g_bᵀ, g_b the gradient of the unit loss of b [Redux, footnote 3].
 
     Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ. Weights w are those of data that
     are repeated, so that they enter once, not by the square as the gradients of the weighted loss have them.
@@ -325,7 +327,7 @@ _ROWS = 64
 class HessianEngine(NativeEngine):
     """∇² Σ_b −log p(y_b | f_b) with respect to the random entries: P products for a matrix, one for a vector.
 
-    The arguments are those of `NativeEngine`.
+    It is the second term of [Redux, eq. 7]. The arguments are those of `NativeEngine`.
     """
 
     kind = "hessian"

@@ -191,7 +191,7 @@ def _side_by_side(blocks: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class IndependentPrecision(DualPrecision):
-    """Every output by itself, a Gaussian process of its own: no Gaussian over weights belongs to it."""
+    """Every output by itself, a Gaussian process of its own [Linearization, eq. 15] that has no weights."""
 
     def weights_of(self, i: int) -> Tensor:
         return self.weights[i].unsqueeze(0) if self.weights.numel() > 1 else self.weights
@@ -329,7 +329,9 @@ class SubsetCurvature(Curvature):
         return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.terms)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DualPrecision:
-        """The posterior under the prior precision times `prior_factor`.
+        """The posterior under the prior precision times `prior_factor` [Linearization, eq. A.7].
+
+        With it the process predicts by the M data [Linearization, eq. 16].
 
         Raises:
             UnsupportedError: A prior that varies within a tensor.
