@@ -74,8 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how many tests were skipped because an optional package is missing, and how to run them."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how many tests were skipped because an optional package is missing, and what a run of several workers cost."""
     missing: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         found = _MISSING.search(str(report.longrepr))
@@ -88,6 +88,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "the extras `backends` and `integrations`, and `make pretrained`, bring them.",
             yellow=True,
         )
+    if config.pluginmanager.has_plugin("dsession"):  # whose workers have ended
+        from tests.scheduling import BUDGET, processor_time
+
+        allowed = "" if ALL else f"; `make test` has {BUDGET} s"
+        terminalreporter.write_line(f"{processor_time():.0f} s of processor time over all workers{allowed}.")
 
 
 @pytest.fixture

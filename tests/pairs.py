@@ -10,12 +10,20 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 ALL = bool(os.environ.get("LAPLACE_TEST_ALL"))
+
+
+@dataclass(frozen=True)
+class Once:
+    """A value that is tried with no other one in particular: one test that has it is enough."""
+
+    value: Hashable
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -38,15 +46,22 @@ def covering(rows: Sequence[tuple[Hashable, ...]]) -> list[int]:
     """Places of rows that have every pair of values, in two columns, that any row has; many new pairs come first."""
     if not rows or len(rows[0]) < 3:
         return list(range(len(rows)))
-    pairs = [{(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)} for row in rows]
+    wanted = [_wanted(row) for row in rows]
     seen: set[tuple[Any, ...]] = set()
     found: list[int] = []
-    for least in range(max(map(len, pairs)), 0, -1):
-        for place, own in enumerate(pairs):
+    for least in range(max(map(len, wanted)), 0, -1):
+        for place, own in enumerate(wanted):
             if len(own - seen) >= least:
                 seen |= own
                 found.append(place)
     return sorted(found)
+
+
+def _wanted(row: Sequence[Hashable]) -> set[tuple[Any, ...]]:
+    """Pairs of values in two columns, and values of which one test is enough, each with its column."""
+    placed = list(enumerate(row))
+    alone = {(i, value) for i, value in placed if isinstance(value, Once)}
+    return {pair for pair in combinations(placed, 2) if not alone.intersection(pair)} | {(one,) for one in alone}
 
 
 def turns(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

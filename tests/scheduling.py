@@ -1,10 +1,22 @@
-"""How pytest-xdist deals out tests: those of a file to one process, and none again that ended its process."""
+"""How pytest-xdist deals out tests: those of a file to one process, and none again that ended its process.
+
+And what a run costs: processor time, which says more than a clock where a machine is shared.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
+
+BUDGET = 700
+"""Seconds of processor time that `make test` takes at most, over all workers."""
+
+
+def processor_time() -> float:
+    """Seconds that this process has computed, and all processes that it started and that have ended."""
+    return sum(os.times()[:4])
 
 
 class ByFile(LoadFileScheduling):

@@ -7,7 +7,7 @@ by being there. The truth is dense, in float64, and computed once per problem fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.structures import STRUCTURES
 from tests import problems as catalogue
+from tests.pairs import Once
 from tests.problems import Problem
 from tests.reference import curvature as reference
 
@@ -66,9 +67,9 @@ class Case:
         return f"{self.problem}-{self.structure}-{self.weights}"
 
     @property
-    def axes(self) -> tuple[str, str, str]:
-        """What a product of cases varies."""
-        return self.problem.name, self.structure, self.weights
+    def axes(self) -> tuple[Hashable, ...]:
+        """What a product of cases varies: of every pair one problem is enough, and every problem has its turn."""
+        return self.structure, self.weights, self.problem.likelihood, Once(self.problem.name)
 
     @property
     def columns(self) -> Tensor:

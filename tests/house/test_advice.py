@@ -50,14 +50,14 @@ MEANT = {
 def texts() -> Iterator[str]:
     """Strings of the library that are no docstrings, with an ellipsis where a number or a name is put in."""
     for path in FILES:
-        tree = ast.parse(Path(path).read_text("utf-8"))
-        left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
+        left_out: set[int] = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):  # from the root down: what is left out is known before it is seen
+            if isinstance(node, ast.Expr):
+                left_out.add(id(node.value))
+            elif isinstance(node, ast.JoinedStr):
                 left_out |= {id(part) for part in node.values}
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
                 yield node.value
 
 

@@ -48,7 +48,8 @@ def test_every_warning_has_an_entry() -> None:
 
 def begins(quote: str, text: str) -> bool:
     """Whether a message, with … in the place of its values, begins as the quotation says."""
-    return re.match(".*".join(map(re.escape, quote.split(_VARIES))), text, re.DOTALL) is not None
+    first, *others = quote.split(_VARIES)
+    return text.startswith(first) and re.match(".*".join(map(re.escape, [first, *others])), text, re.DOTALL) is not None
 
 
 @cache
