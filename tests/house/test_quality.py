@@ -77,6 +77,7 @@ def test_questions_are_answered_by_most_of_their_words() -> None:
         assert shown == {kind}
 
 
+@pytest.mark.nightly
 def test_a_language_model_answers_in_a_table() -> None:
     pytest.importorskip("peft")
     row = language.run(language.QUESTIONS, quick=True)
@@ -87,6 +88,7 @@ def test_a_language_model_answers_in_a_table() -> None:
     assert all(target.met is not None for target in language.targets(row, language.QUESTIONS))
 
 
+@pytest.mark.nightly
 def test_labels_that_are_bought() -> None:
     """Of three groups that are easy to tell apart every way ends with the goal, or with the pool."""
     source = torch.Generator().manual_seed(0)

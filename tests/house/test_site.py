@@ -51,6 +51,7 @@ def built(folder: Path, page: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly  # `make docs` builds the whole site
 def test_every_figure_of_a_page_is_a_picture_of_the_site(tmp_path: Path) -> None:
     run = built(tmp_path, PAGE + DRAWN)
     assert run.returncode == 0, run.stderr
@@ -61,6 +62,7 @@ def test_every_figure_of_a_page_is_a_picture_of_the_site(tmp_path: Path) -> None
     assert f"imported from {ROOT / 'laplace'}" in re.sub(r"<[^>]+>", "", html)
 
 
+@pytest.mark.nightly
 def test_a_figure_that_is_not_shown_stops_the_build(tmp_path: Path) -> None:
     run = built(tmp_path, PAGE + CLOSED)
     assert run.returncode != 0
@@ -75,6 +77,7 @@ for n in range(3):
 """
 
 
+@pytest.mark.nightly
 def test_a_warning_that_the_text_does_not_announce_stops_the_build(tmp_path: Path) -> None:
     page = PAGE.split("figure, ax", maxsplit=1)[0] + WARNS
     run = built(tmp_path, page)

@@ -34,7 +34,7 @@ from laplace.weights.masks import (
 )
 from tests import grid
 from tests.other_device import device as other
-from tests.pairs import ALL, covering
+from tests.pairs import turns
 
 Values = list[Any]
 """Tensors and numbers that have to be equal on both devices."""
@@ -120,8 +120,8 @@ def cell(likelihood: str, weights: str, structure: str) -> Run:
     return run
 
 
-GRID = list(product(grid.LIKELIHOODS, grid.WEIGHTS, STRUCTURES))
-for key in GRID if ALL else [GRID[place] for place in covering(GRID)]:
+GRID = [(likelihood, *cell) for cell, likelihood in turns(product(grid.WEIGHTS, STRUCTURES), grid.LIKELIHOODS)]
+for key in GRID:
     CASES[", ".join(key)] = cell(*key)
 
 
