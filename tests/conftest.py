@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says how many tests were skipped because an optional package is missing, and what a run of several workers cost."""
+    """Says which optional packages tests were skipped for, and what a run of several workers cost."""
     missing: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         found = _MISSING.search(str(report.longrepr))

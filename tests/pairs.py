@@ -55,7 +55,7 @@ def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Any] | None = None
         rows: All of one length.
         tried: Of values that are tried `Once`, those that need no row any more; those of the rows are added.
     """
-    if not rows or len(rows[0]) < 2 or len(rows[0]) == 2 and len(rows) <= FEW:
+    if not rows or len(rows[0]) < 2 or (len(rows[0]) == 2 and len(rows) <= FEW):
         return list(range(len(rows)))
     if len(rows[0]) == 2:
         return _by_turns(rows)

@@ -50,10 +50,8 @@ MEANT = {
 def texts() -> Iterator[str]:
     """Strings of the library that are no docstrings, with an ellipsis where a number or a name is put in."""
     for path in FILES:
-        left_out: set[int] = set()
-        for node in ast.walk(
-            ast.parse(path.read_text("utf-8"))
-        ):  # from the root down: what is left out is known before it is seen
+        left_out: set[int] = set()  # nodes come from the root down: known before they are seen
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Expr):
                 left_out.add(id(node.value))
             elif isinstance(node, ast.JoinedStr):
