@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -41,53 +41,63 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     kept: set[int] = set()
     seen: dict[str, set[Any]] = defaultdict(set)  # values that are tried once, by file
     for name, numbers in groups.items():
-        places = covering([_values(items[number]) for number in numbers], seen[name.partition("::")[0]])
+        rows = split([_values(items[number]) for number in numbers])
+        places = covering(rows, seen[name.partition("::")[0]])
         kept.update(numbers[place] for place in places)
     return [items[number] for number in sorted(kept)]
 
 
-def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Any] | None = None) -> list[int]:
+def split(rows: Sequence[tuple[Hashable, ...]]) -> list[tuple[Hashable, ...]]:
+    """Rows of a single list of cells, such as weights with structures, as rows of their values.
+
+    Such a list is a product in all but name; a table with a value that no two rows share is none.
+    """
+    if len(rows[0]) != 1 or not isinstance(rows[0][0], tuple):
+        return list(rows)
+    cells: list[tuple[Hashable, ...]] = [cell for (cell,) in rows]  # pyright: ignore[reportAssignmentType]
+    recur = all(len(set(values)) < len(cells) for values in zip(*cells, strict=True))
+    return cells if recur else list(rows)
+
+
+def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Once] | None = None) -> list[int]:
     """Places of rows that have every pair of values, in two columns, that any row has; many new pairs come first.
 
-    Of more than `FEW` rows of two columns, which are nothing but pairs, every value is there.
+    Where only two columns vary, pairs are all that there is: of more than `FEW` rows those with every value by turns.
 
     Args:
         rows: All of one length.
         tried: Of values that are tried `Once`, those that need no row any more; those of the rows are added.
     """
-    if not rows or len(rows[0]) < 2 or (len(rows[0]) == 2 and len(rows) <= FEW):
+    columns = [column for column in zip(*rows, strict=True) if len(set(column)) > 1]
+    once = sum(isinstance(column[0], Once) for column in columns)
+    varied = len(columns) - once
+    if (varied < 2 and not once) or (varied <= 2 and len(rows) <= FEW):
         return list(range(len(rows)))
-    if len(rows[0]) == 2:
-        return _by_turns(rows)
     tried = set() if tried is None else tried
-    wanted = [_wanted(row) for row in rows]
-    seen = set(tried)
+    wanted = [_wanted(row, pairs=varied > 2) - tried for row in zip(*columns, strict=True)]
+    uses: Counter[Any] = Counter()
     found: list[int] = []
     for least in range(max(map(len, wanted)), 0, -1):
-        for place, own in enumerate(wanted):
-            if len(own - seen) >= least:
-                seen |= own
+        # Of values, those rows are first whose own others have least; of pairs there are too many to count.
+        order = range(len(wanted)) if varied > 2 else _by_turns(wanted, uses, least)
+        for place in order:
+            if len(wanted[place] - uses.keys()) >= least:
+                uses.update(wanted[place])
                 found.append(place)
-    tried |= {value for value in seen if isinstance(value, Once)}
+    tried |= {value for value in uses if isinstance(value, Once)}
     return sorted(found)
 
 
-def _by_turns(rows: Sequence[tuple[Hashable, ...]]) -> list[int]:
-    """Places of rows that have every value; of equals comes first whose values are there least often."""
-    uses: Counter[tuple[int, Hashable]] = Counter()
-    found: list[int] = []
-    left = [set(enumerate(row)) for row in rows]
-    while new := max(len(own - uses.keys()) for own in left):
-        equals = [place for place, own in enumerate(left) if len(own - uses.keys()) == new]
-        found.append(min(equals, key=lambda place: sum(uses[value] for value in left[place])))
-        uses.update(left[found[-1]])
-    return sorted(found)
+def _by_turns(wanted: Sequence[set[Any]], uses: Counter[Any], least: int) -> Iterator[int]:
+    """Places of rows of which so many values are new; that whose values were used least comes first, at every step."""
+    while equals := [place for place, own in enumerate(wanted) if len(own - uses.keys()) >= least]:
+        yield min(equals, key=lambda place: sum(uses[one] for one in wanted[place]))
 
 
-def _wanted(row: Sequence[Hashable]) -> set[Any]:
-    """Pairs of values in two columns, and values of which one test is enough."""
+def _wanted(row: Sequence[Hashable], pairs: bool) -> set[Any]:
+    """Pairs of values in two columns, or the values alone; and values of which one test is enough."""
     placed = [(i, value) for i, value in enumerate(row) if not isinstance(value, Once)]
-    return {*combinations(placed, 2), *(value for value in row if isinstance(value, Once))}
+    return {*(combinations(placed, 2) if pairs else placed), *(value for value in row if isinstance(value, Once))}
 
 
 def turns(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

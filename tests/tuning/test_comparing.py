@@ -404,6 +404,7 @@ def _calibrated(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return probs, torch.multinomial(probs, 1, generator=seeded(seed + 1)).squeeze(1)
 
 
+@pytest.mark.nightly
 def test_standard_errors_are_those_of_new_data() -> None:
     """Over 200 sets of data: the spread of a difference, and its mean standard error; both known to 5 to 10 %."""
     found = []
