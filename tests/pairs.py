@@ -1,8 +1,9 @@
 """Which tests of a product of parameters run: as many as it takes for every pair of values to be tried.
 
-A test of 8 problems, 5 choices of weights and 8 structures is 320 tests; 64 of them try every problem with every
-structure, every problem with all weights, and all weights with every structure. These run, unless the environment
-variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`).
+A test of 7 likelihoods, 5 choices of weights and 8 structures is 280 tests; 56 of them try every likelihood with every
+structure, every likelihood with all weights, and all weights with every structure. These run, unless the environment
+variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`). Where a problem stands for its likelihood, every
+problem has its turn in every file. Products of two parameters, which others try in passing, give every value its turn.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Once:
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Tests of which each tries a pair that no other one tries; those with fewer than three parameters stay.
+    """Tests of which each tries a pair, or a value, that no other one tries; those with one parameter stay.
 
     Tests that are marked as `nightly` go: they start many processes, or repeat at length what others sample.
     """

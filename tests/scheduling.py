@@ -11,7 +11,7 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 BUDGET = 700
-"""Seconds of processor time that `make test` takes at most, over all workers."""
+"""Seconds of processor time that the tests of `make test` take at most, over all workers."""
 
 
 def processor_time() -> float:
