@@ -2,8 +2,8 @@
 
 A test of 7 likelihoods, 5 choices of weights and 8 structures is 280 tests; 56 of them try every likelihood with every
 structure, every likelihood with all weights, and all weights with every structure. These run, unless the environment
-variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`). Where a problem stands for its likelihood, every
-problem has its turn in every file. Products of two parameters, which others try in passing, give every value its turn.
+variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`). Where a problem stands for its likelihood,
+every problem has its turn in every file. Products of two parameters alone give every value its turn.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def split(rows: Sequence[tuple[Hashable, ...]]) -> list[tuple[Hashable, ...]]:
     """
     if len(rows[0]) != 1 or not isinstance(rows[0][0], tuple):
         return list(rows)
-    cells: list[tuple[Hashable, ...]] = [cell for (cell,) in rows]  # pyright: ignore[reportAssignmentType]
+    cells: list[tuple[Hashable, ...]] = [cell for (cell,) in rows]
     recur = all(len(set(values)) < len(cells) for values in zip(*cells, strict=True))
     return cells if recur else list(rows)
 
