@@ -163,6 +163,7 @@ def test_tools_of_scikit_learn(classifier: LaplaceClassifier, regressor: Laplace
         assert np.array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
 
 
+@pytest.mark.nightly
 def test_files_and_processes_of_joblib(classifier: LaplaceClassifier, tmp_path: Path) -> None:
     joblib.dump(classifier, tmp_path / "classifier.joblib")
     loaded = joblib.load(tmp_path / "classifier.joblib")

@@ -149,6 +149,7 @@ def test_a_frozen_backbone_is_exact_and_a_trained_one_is_told() -> None:
     assert la.conformal(loader(x, y), method="cv+").exact
 
 
+@pytest.mark.nightly
 def test_the_levels_hold_whatever_the_noise_says() -> None:
     (x, y), (star, truth) = data(200, 5), data(2000, 6)
     la = fitted(x, y)
