@@ -25,13 +25,14 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import vector_to_parameters
 
+import laplace
 from benchmarks import models, several_processes, work
 from benchmarks.models import Batches
 from benchmarks.timing import Case, Job
 from laplace import Laplace, ParametricLaplace, curvature
-from laplace.deployment.drawn import DrawnFunction
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import TuningWarning
+from laplace.extensions.drawn import DrawnFunction
 from laplace.grid import from_names
 from laplace.predictive.sampled import outputs_at
 from laplace.structures import krylov as cg
@@ -198,7 +199,7 @@ def drawn_functions(setting: Setting, n: int, weights: str, device: torch.device
     """Functions drawn from the posterior, evaluated together, against as many passes of the network."""
     model, batches = setting(device)
     la, x = work.fitted(model, batches, weights, "diag"), batches[0][0]
-    functions = la.draw(n)
+    functions = laplace.draw(la, n)
     return Job(lambda _: DrawnFunction.stacked(functions, x), torch.no_grad()(lambda: [model(x) for _ in range(n)]))
 
 
@@ -207,7 +208,7 @@ def influences(setting: Setting, n_queries: int, device: torch.device) -> Job:
     model, batches = setting(device)
     la = work.fitted(model, batches, "all", "ekfac")
     x, y = (torch.cat(column)[:n_queries] for column in zip(*batches, strict=True))
-    return Job(lambda _: la.influence(batches, x, y))
+    return Job(lambda _: laplace.influence(la, batches, x, y))
 
 
 # Evidence and tuning.

@@ -20,6 +20,7 @@ import torch
 from onnxruntime import InferenceSession
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace
 from laplace.parametric import ParametricLaplace
 from laplace.plotting import new_figure
@@ -58,7 +59,7 @@ Prediction = tuple[Tensor, Tensor]
 
 def exported(la: ParametricLaplace, example: Tensor) -> torch.export.ExportedProgram:
     """The prediction as a program of PyTorch for batches of any size."""
-    module = la.export(example, diagonal_output=True, observation_noise=True)
+    module = laplace.export(la, example, diagonal_output=True, observation_noise=True)
     return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 

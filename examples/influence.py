@@ -20,6 +20,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+import laplace
 from laplace import Laplace, ParametricLaplace
 from laplace.plotting import COLOURS, new_figure
 
@@ -95,14 +96,14 @@ def main() -> None:
         ("identity", "diag", 1e9), ("diag", "diag", None), ("kron", "kron", None), ("ekfac", "ekfac", None),
         ("full", "full", None),
     ):  # fmt: skip
-        found = fitted(y, structure).influence([(x, y)], queries, targets, damping=damping).scores
+        found = laplace.influence(fitted(y, structure), [(x, y)], queries, targets, damping=damping).scores
         scores[name] = float(spearman(actual, -halves @ found.T).mean())
         print(f"{name:10s} linear datamodelling score {scores[name]:.3f}")
 
     flipped = torch.randperm(n_data, generator=source)[: n_data // 10]
     wrong = y.clone()
     wrong[flipped] = (wrong[flipped] + 1) % 10
-    errors = fitted(wrong, "ekfac").label_errors([(x, wrong)])
+    errors = laplace.label_errors(fitted(wrong, "ekfac"), [(x, wrong)])
     is_flipped = torch.zeros(n_data).index_fill(0, flipped, 1.0)
     figure, (left, right) = new_figure(n_columns=2)
     left.bar(list(scores), list(scores.values()), color=COLOURS[1])

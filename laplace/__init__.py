@@ -5,6 +5,7 @@ Names and submodules are imported when they are first read.
 
 from laplace.compat import paths as _paths
 from laplace.core import lazy as _lazy
+from laplace.core.extensions import EXTENSIONS as _EXTENSIONS
 
 _paths.check_installation()  # first: files of two packages may not go together
 _paths.install()
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = _lazy.attach(
     __name__,
     {
+        **_EXTENSIONS,
         "laplace.comparison": "Comparison",
         "laplace.enums": (
             "FunctionalApproximation HessianStructure Likelihood LinkApprox PredType PriorStructure "
@@ -28,7 +30,6 @@ __getattr__, __dir__, __all__ = _lazy.attach(
             "LowRankKronSubnetLaplace LowRankLaplace LowRankLLLaplace LowRankSubnetLaplace SubnetLaplace"
         ),
         "laplace.loading": "load",
-        "laplace.merging": "from_optimizer merge",
         "laplace.mixture.mixture": "MixtureLaplace",
         "laplace.posterior.calibration": "Calibration",
         "laplace.predictive.prediction": "Prediction",

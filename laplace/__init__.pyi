@@ -11,6 +11,14 @@ from laplace.enums import (
     SubsetOfWeights,
     TuningMethod,
 )
+from laplace.extensions.acquisition import acquire
+from laplace.extensions.conformal import conformal
+from laplace.extensions.distances import kl, saliency, wasserstein
+from laplace.extensions.drawn import draw
+from laplace.extensions.export import export
+from laplace.extensions.influence import influence, label_errors
+from laplace.extensions.merging import from_optimizer, merge
+from laplace.extensions.projected import projected
 from laplace.grid import (
     ELLA,
     LLELLA,
@@ -50,7 +58,6 @@ from laplace.grid import (
     VaLLA,
 )
 from laplace.loading import load
-from laplace.merging import from_optimizer, merge
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.posterior.calibration import Calibration
 from laplace.predictive.prediction import Prediction
@@ -108,8 +115,18 @@ __all__ = [
     "SubsetOfWeights",
     "TuningMethod",
     "VaLLA",
+    "acquire",
+    "conformal",
+    "draw",
+    "export",
     "from_optimizer",
+    "influence",
+    "kl",
+    "label_errors",
     "load",
     "marglik_training",
     "merge",
+    "projected",
+    "saliency",
+    "wasserstein",
 ]

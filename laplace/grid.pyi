@@ -315,7 +315,7 @@ class MatrixFreeSubnetLaplace(SubnetLaplace, MatrixFreeLaplace):
     """A subnetwork, the full curvature by matrix–vector products, without forming the matrix."""
 
 class FunctionalLaplace(SubsetPosterior):
-    """All weights, as a Gaussian process on a subset of M data (Immer et al., 2021, equations A.5 to A.7).
+    """All weights, as a Gaussian process on a subset of M data (Immer et al., 2021).
 
     The kernel is K = J J'ᵀ / δ with the network's Jacobians J, the posterior covariance K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*
     with the output Hessian Λ. Since M of N data are used, the prior precision is δ·N/M. With M = N this equals the full

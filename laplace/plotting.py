@@ -155,7 +155,7 @@ def regression_band(
         var: Latent variance `[B]`, `[B, 1]` or `[B, 1, 1]`, in squared units of the target.
         noise_var: Variance σ² of the observation noise, in squared units of the target; 0 draws one band only.
         data: Inputs and targets to show as points.
-        functions: Functions to show as lines, those of `la.draw(n)`, which take inputs `[B, 1]`.
+        functions: Functions to show as lines, those of `laplace.draw(la, n)`, which take inputs `[B, 1]`.
     """
     inputs, order = x.detach().flatten().cpu().sort()
     centre, spread = mean.detach().flatten().cpu()[order], var.detach().flatten().cpu()[order]

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace.core import overrides
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
+from laplace.core.extensions import NAMES as EXTENSIONS
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
@@ -26,7 +27,6 @@ from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
-    from laplace.deployment.drawn import DrawnFunction
     from laplace.report import Report
     from laplace.tuning.group import PosteriorGroup
     from laplace.tuning.ood import OodMethod
@@ -66,6 +66,9 @@ class Predicting(ABC):
             """Hint for a name of another library; what a property has raised, once more."""
             if name in _OTHER_NAMES:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {_OTHER_NAMES[name]}")
+            if name in EXTENSIONS:
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}: laplace.{name}(la, ...).")
             return object.__getattribute__(self, name)
 
     @checked
@@ -315,7 +318,7 @@ class Predicting(ABC):
         Args:
             test: Labelled data that are new to training and tuning; read once.
             ood: Inputs of another kind, which a good model is less sure of; batches, labels are not read.
-            train: The training data, whose most suspicious labels are then named (`la.label_errors`).
+            train: The training data, whose most suspicious labels are then named (`laplace.label_errors`).
             pred_type: As in `compare`.
             link_approx: As in `compare`.
             n_samples: As in `compare`.
@@ -413,33 +416,6 @@ class Predicting(ABC):
 
         return ood_score(self, x, method, train_loader, n_samples, generator, progress_bar=progress_bar)
 
-    @checked
-    def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
-        """The prediction `la(x, **options)` as a plain PyTorch module that needs this library no longer.
-
-        The module holds buffers only, takes batches of any size, returns what `la(x)` returns, and can be
-        differentiated with respect to x. It can be passed to `torch.export.export` with a dynamic batch dimension, to
-        `torch.onnx.export` and to `torch.compile(fullgraph=True)`. It is traced at `example_x`, and checked against the
-        prediction there. Random numbers are drawn now and stored: every datum uses the same ones.
-
-        Args:
-            example_x: Inputs of at least one datum: a tensor, tuple or mapping. The module is called with the tensors
-                in it: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
-            generator: Random generator of the stored numbers.
-            **options: Options of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidData: No data, or a key that cannot be the name of an argument.
-            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; or the
-                module's result differs from the prediction.
-        """
-        from laplace.deployment.export import exported
-
-        for posterior in self._group.posteriors:
-            posterior.require_fitted()
-        return exported(self, example_x, generator, options)
-
 
 class PosteriorPredicting(Predicting):
     """An object that predicts by a posterior over weights.
@@ -487,33 +463,6 @@ class PosteriorPredicting(Predicting):
             if embedded is not samples:
                 posterior.check_unchanged()
             return embedded
-
-    @checked
-    def draw(
-        self, n: int, *, generator: torch.Generator | None = None, linearised: bool = True
-    ) -> tuple[DrawnFunction, ...]:
-        """Functions drawn from the posterior, f_s(x) = f(x, θ*) + J(x) (θ_s − θ*), as n modules with `f_s(x)` `[B, C]`.
-
-        Each is one function for ever: the same at all inputs and in all calls, smooth in x, and without noise. A call
-        costs about three forward passes, whatever the number of outputs; of a last layer one and two products.
-
-        Args:
-            n: Number of functions.
-            generator: Random generator; the weights θ_s are those of `la.sample(n, generator)`.
-            linearised: False for the network at sampled weights, f(x, θ_s), as of `pred_type="nn"`.
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidArgument: n is not a positive integer.
-            ModelChangedError: The network was trained further after `fit`.
-            UnsupportedError: A posterior over functions (`"gp"`), which has no weights; a network that is spread
-                over processes; a refined one without `linearised`; a network that cannot be copied.
-        """
-        from laplace.deployment.drawn import draw
-
-        check_counts(n=n)
-        check_generator(generator)
-        return draw(self._predictor.posterior, n, generator, linearised=linearised)
 
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:

@@ -23,7 +23,7 @@ THREADS = int(os.environ.get("LAPLACE_TEST_THREADS", "1"))
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LONG = (
-    "tests/deployment",
+    "tests/extensions",
     "tests/fitting",
     "tests/house",
     "tests/other_device",

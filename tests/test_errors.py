@@ -636,29 +636,38 @@ ASKED: dict[str, tuple[str, Asked, type[LaplaceError], str]] = {
         for kind, loader in (("NoneType", None), ("int", 3))
         for name, ask in (
             ("leave_one_out", lambda la, loader=loader: la.leave_one_out(loader)),
-            ("influence", lambda la, loader=loader: la.influence(loader, X, Y)),
-            ("label_errors", lambda la, loader=loader: la.label_errors(loader)),
+            ("influence", lambda la, loader=loader: laplace.influence(la, loader, X, Y)),
+            ("label_errors", lambda la, loader=loader: laplace.label_errors(la, loader)),
             ("forget", lambda la, loader=loader: la.forget(loader, move_mean=True)),
-            ("projected", lambda la, loader=loader: la.projected(loader)),
+            ("projected", lambda la, loader=loader: laplace.projected(la, loader)),
         )
     },
     "report of strangers": ("classification", lambda la: la.report(PAIR, ood=X), InvalidType, "ood is of type Tensor"),
     "report of a number": ("classification", lambda la: la.report(PAIR, train=3), InvalidType, "train is of type int"),
     "report by a name": ("classification", lambda la: la.report(PAIR, generator="0"), InvalidType, "torch.Generator"),
-    "split conformal of a number": ("regression", lambda la: la.conformal(val_loader=3), InvalidType, "val_loader"),
-    "intervals at NaN": (
-        "regression", lambda la: la.conformal(PAIR_R).interval(XR * NAN), InvalidData, "outputs have NaN",
+    "split conformal of a number": (
+        "regression", lambda la: laplace.conformal(la, val_loader=3), InvalidType, "val_loader",
     ),
-    "project NaN": ("classification", lambda la: la.projected([(X * NAN, Y)]), InvalidData, "outputs have NaN"),
-    "project too few labels": ("classification", lambda la: la.projected([(X, Y[:3])]), InvalidData, "every datum"),
+    "intervals at NaN": (
+        "regression", lambda la: laplace.conformal(la, PAIR_R).interval(XR * NAN), InvalidData, "outputs have NaN",
+    ),
+    "project NaN": (
+        "classification", lambda la: laplace.projected(la, [(X * NAN, Y)]), InvalidData, "outputs have NaN",
+    ),
+    "project too few labels": (
+        "classification", lambda la: laplace.projected(la, [(X, Y[:3])]), InvalidData, "every datum",
+    ),
     "project to a word": (
-        "classification", lambda la: la.projected(PAIR, tolerance="small"), InvalidArgument, "tolerance='small'",
+        "classification", lambda la: laplace.projected(la, PAIR, tolerance="small"),
+        InvalidArgument, "tolerance='small'",
     ),
     "forget by no weight": (
         "classification", lambda la: la.forget(PAIR, weight=None), InvalidType, "weight must be a number",
     ),
     "merge the same": ("classification", lambda la: laplace.merge([la, la]), InvalidArgument, "twice"),
-    "other inputs": ("classification", lambda la: la.influence(PAIR, WIDE_X, Y[:3]), InvalidData, "do not fit"),
+    "other inputs": (
+        "classification", lambda la: laplace.influence(la, PAIR, WIDE_X, Y[:3]), InvalidData, "do not fit",
+    ),
     "no optimizer": (
         "classification", lambda la: laplace.from_optimizer(None, la.model, 3), InvalidType, "optimizer is a NoneType",
     ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import laplace
 from laplace import Laplace, MixtureLaplace, metrics, report
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, UnsupportedError
 
@@ -249,7 +250,7 @@ def test_the_report_of_a_regression_has_the_noise() -> None:
 def test_suspicious_labels_of_the_training_data_are_named(tmp_path: Path) -> None:
     la, x, y = trained("classification", 3)
     found = la.report([(x[:30], y[:30])], train=[(x[30:], y[30:])])
-    errors = la.label_errors([(x[30:], y[30:])])
+    errors = laplace.label_errors(la, [(x[30:], y[30:])])
     assert [i for i, _ in found.suspicious] == errors.indices[: report.N_SUSPICIOUS].tolist()
     assert found.suspicious[0][1] == pytest.approx(float(errors.self_influence.max()))
     found.save(tmp_path / "report.html")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import laplace
 from benchmarks.quality.targets import Target, mean_and_error
 from laplace import Laplace
 
@@ -59,7 +60,7 @@ def bought(way: str, features: Tensor, labels: Tensor, seed: int) -> int:
             la.fit([(features[owned], labels[owned])])
             targets = features[rest[-N_TARGETS:]] if way == "epig" else None
             options: Any = {"targets": targets, "n_samples": N_SAMPLES, "generator": generator}
-            chosen = la.acquire(features[candidates], STEP, way, **options).indices  # type: ignore[arg-type]
+            chosen = laplace.acquire(la, features[candidates], STEP, way, **options).indices  # type: ignore[arg-type]
         owned = torch.cat([owned, candidates[chosen]])
         rest = rest[~torch.isin(rest, owned)]
 

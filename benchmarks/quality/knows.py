@@ -101,7 +101,7 @@ def flipped(seed: int) -> Figures:
     places = torch.randperm(len(y), generator=wrong)[: len(y) // 10]
     y = y.clone()
     y[places] = (y[places] + torch.randint(1, 8, (len(places),), generator=wrong)) % 8
-    errors = of_head(at_mode(x, y, 10.0, 8), x, y, 10.0, "kron").label_errors([(x, y)])
+    errors = laplace.label_errors(of_head(at_mode(x, y, 10.0, 8), x, y, 10.0, "kron"), [(x, y)])
     is_flipped = torch.zeros(len(y)).index_fill(0, places, 1.0)
 
     def share(order: Tensor) -> float:
@@ -194,7 +194,7 @@ def datamodelling(seed: int, n_halves: int = N_HALVES) -> Figures:
     ):
         la = make(model, "classification", "all", structure, prior_precision=influence.DELTA)
         la.fit([(x, y)])
-        scores = la.influence([(x, y)], queries, targets, **options)
+        scores = laplace.influence(la, [(x, y)], queries, targets, **options)
         found[name] = float(influence.spearman(losses, -halves @ scores.scores.T).mean())
         if "rank" in options:
             found[f"kept at rank {options['rank']}"] = scores.kept
@@ -267,7 +267,7 @@ def _ekfac_scores(model: nn.Module, train: tuple[Tensor, Tensor], asked: tuple[T
     make: Any = Laplace
     la = make(model, "classification", "all", "ekfac", prior_precision=1.0, backend=backend)
     la.fit([train])
-    return la.influence([train], *asked).scores
+    return laplace.influence(la, [train], *asked).scores
 
 
 def _kronfluence(
@@ -343,11 +343,11 @@ def intervals(factor: float, n_splits: int = 20) -> Figures:
             train, test = order[:150], order[150:350]
             noise = factor * _residual_noise(x[train], y[train])
             la = _ridge(x[train], y[train], noise)
-            lower, upper = la.conformal([(x[train], y[train])]).interval(x[test], 0.9)
+            lower, upper = laplace.conformal(la, [(x[train], y[train])]).interval(x[test], 0.9)
             coverages.append(float(((lower <= y[test]) & (y[test] <= upper)).double().mean()))
             ours.append(float((upper - lower).mean()))
             half = _ridge(x[train[:75]], y[train[:75]], noise)
-            lower, upper = half.conformal(val_loader=[(x[train[75:]], y[train[75:]])]).interval(x[test], 0.9)
+            lower, upper = laplace.conformal(half, val_loader=[(x[train[75:]], y[train[75:]])]).interval(x[test], 0.9)
             split.append(float((upper - lower).mean()))
         narrower += statistics.mean(ours) <= statistics.mean(split)
     error = statistics.stdev(coverages) / len(coverages) ** 0.5
@@ -402,7 +402,7 @@ def projected(seed: int) -> Figures:
     loader = list(zip(x.split(100), y.split(100), strict=True))
     la.fit(loader)
     source = torch.Generator().manual_seed(0)
-    kept = la.projected(loader, 20, generator=source)(test)
+    kept = laplace.projected(la, loader, 20, generator=source)(test)
     network = model(test).detach().softmax(1)
     sampled = la(test, pred_type="nn", n_samples=20, generator=source)
 

@@ -22,9 +22,9 @@ from botorch.sampling.pathwise.paths import SamplePath
 from botorch.sampling.pathwise.posterior_samplers import DrawMatheronPaths
 from torch import Tensor
 
+import laplace
 from laplace.core.checks import is_true
 from laplace.core.precision_policy import widened
-from laplace.deployment.drawn import DrawnFunction, draw
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
@@ -323,7 +323,7 @@ class FunctionSamples(SamplePath):
             raise UnsupportedError("function samples of a model with batches of observations; condition it on one set.")
         self.model, self.sample_shape = model, torch.Size(sample_shape)
         self._posterior = model.la.snapshot()
-        self._functions = draw(self._posterior, self.sample_shape.numel(), None, linearised=True)
+        self._functions = laplace.draw(self._posterior, self.sample_shape.numel())
         with torch.no_grad():
             self._update = self._updates(model._observed)
 
@@ -384,7 +384,7 @@ class FunctionSamples(SamplePath):
     def _prior(self, X: Tensor) -> Tensor:
         """f(x, θ*) + J (θ_s − θ*) at X `[*batch, n, d]`, `[S, *batch, n, m]`, float64."""
         x = X.reshape(-1, X.shape[-1]).to(self._posterior.expansion_point)
-        return widened(DrawnFunction.stacked(self._functions, x)).to(X.device).unflatten(1, X.shape[:-1])
+        return widened(type(self._functions[0]).stacked(self._functions, x)).to(X.device).unflatten(1, X.shape[:-1])
 
 
 @DrawMatheronPaths.register(LaplaceModel)

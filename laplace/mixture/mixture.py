@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from laplace.core.batch import WeightFn
-    from laplace.deployment.drawn import DrawnFunction
 
 VERSION = 1
 """Version of the format of state dicts."""
@@ -340,7 +339,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         draws = replayed(options.generator, weights.device)
 
         def choice() -> Tensor:
-            return _drawn_components(weights, options.n_samples, draws())
+            return drawn_components(weights, options.n_samples, draws())
 
         return Prediction(components, weights, self.components[0].channel_dim, choice if len(components) > 1 else None)
 
@@ -348,7 +347,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         """A component per sample, then a sample of it [Mixtures, eq. 8]."""
         weights, more = self.weights, _changed_options(options) | model_kwargs
         options.kind()
-        chosen = _drawn_components(weights, options.n_samples, options.generator)
+        chosen = drawn_components(weights, options.n_samples, options.generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         parts = [
             getattr(la, name)(
@@ -379,25 +378,9 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
             InvalidArgument: No samples.
         """
         PredictOptions(PredType.NN, n_samples, generator=generator).kind()
-        chosen = _drawn_components(self.weights, n_samples, generator)
+        chosen = drawn_components(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
-
-    @checked
-    def draw(
-        self, n: int, *, generator: torch.Generator | None = None, linearised: bool = True
-    ) -> tuple[DrawnFunction, ...]:
-        """Functions of the mixture: a component with probability π_k, then a function of its Gaussian.
-
-        Arguments and errors are those of `ParametricLaplace.draw`.
-        """
-        check_counts(n=n)
-        chosen = _drawn_components(self.weights, n, generator).tolist()
-        functions = {
-            k: iter(self.components[k].draw(chosen.count(k), generator=generator, linearised=linearised))
-            for k in sorted(set(chosen))
-        }
-        return tuple(next(functions[k]) for k in chosen)
 
     # Tuning.
 
@@ -523,7 +506,7 @@ def _changed_options(options: PredictOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def _drawn_components(weights: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+def drawn_components(weights: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
     """The component of every sample, `[S]`, drawn with probabilities π `[K]`."""
     steps = weights.cumsum(0)
     steps = steps / steps[-1]  # rounding must leave no gap below 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import laplace
 from laplace.comparison import Comparison, ScoredData, scores_of
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
@@ -24,7 +25,6 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
-from laplace.refinement.influence import label_errors
 from laplace.report import (
     N_SUSPICIOUS,
     Predictions,
@@ -176,7 +176,7 @@ def reported(
 
 def _suspicious(group: PosteriorGroup, train: Iterable[Any], progress_bar: bool) -> tuple[tuple[int, float], ...]:
     """Training inputs whose labels contradict the others most, with their self-influence."""
-    errors = label_errors(group.first, train, progress_bar=progress_bar)
+    errors = laplace.label_errors(group.first, train, progress_bar=progress_bar)
     first = errors.indices[:N_SUSPICIOUS]
     return tuple(zip(first.tolist(), errors.self_influence[first].tolist(), strict=True))
 

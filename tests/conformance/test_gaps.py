@@ -269,7 +269,7 @@ def test_influence_is_of_what_was_observed() -> None:
     x, y, _ = holed("regression")
     la = posterior("regression", "last_layer")
     la.fit([(x, y)])
-    whole = la.influence([(x, y)], x[:2], y[:2])
+    whole = laplace.influence(la, [(x, y)], x[:2], y[:2])
     assert bool(whole.scores.isfinite().all())
 
 
@@ -280,7 +280,7 @@ def test_what_does_not_know_gaps_says_so() -> None:
     la = posterior("regression")
     la.fit([(x, y)])
     with pytest.raises(UnsupportedError, match=r"entries of the targets are missing .* conformal does not know"):
-        la.conformal([(x, y)])
+        laplace.conformal(la, [(x, y)])
     pytest.importorskip("asdl")
     from laplace.curvature import AsdlGGN
 

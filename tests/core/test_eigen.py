@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace
 from laplace.core import eigen, gaussian
 from laplace.core.gaussian import covariance_root
@@ -93,7 +94,7 @@ READINGS: dict[str, Callable[[Any, Tensor], Any]] = {
     "mc": lambda la, x: la(x, link_approx="mc", generator=torch.Generator().manual_seed(0)),
     "latent": lambda la, x: la.functional_samples(x, n_samples=2, generator=torch.Generator().manual_seed(0)),
     "predictive": lambda la, x: la.predictive_samples(x, n_samples=2, generator=torch.Generator().manual_seed(0)),
-    "draws": lambda la, x: la.draw(1, generator=torch.Generator().manual_seed(0))[0](x),
+    "draws": lambda la, x: laplace.draw(la, 1, generator=torch.Generator().manual_seed(0))[0](x),
 }
 
 

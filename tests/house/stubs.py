@@ -18,6 +18,7 @@ from inspect import Parameter
 from pathlib import Path
 
 from laplace import grid, parametric
+from laplace.core.extensions import EXTENSIONS
 from laplace.core.registry import Cell
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 
@@ -127,11 +128,19 @@ def stubs() -> dict[Path, str]:
     return {PACKAGE / name: formatted(text) for name, text in texts.items()}
 
 
+def _table(node: ast.expr) -> dict[str, str]:
+    """The value of a table, to which that of extensions may be added by its name."""
+    assert isinstance(node, ast.Dict)
+    pairs = zip(node.keys, node.values, strict=True)
+    parts = [EXTENSIONS if key is None else {ast.literal_eval(key): ast.literal_eval(value)} for key, value in pairs]
+    return {module: names for part in parts for module, names in part.items()}
+
+
 def table_of(path: Path) -> dict[str, str]:
     """Names of a package by the modules that they are imported from."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attach") and len(node.args) > 1:
-            return ast.literal_eval(node.args[1])
+            return _table(node.args[1])
     return {}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace, MixtureLaplace
 from laplace.errors import ApproximationWarning, TuningWarning
 
@@ -167,8 +168,8 @@ def test_as_an_error_it_leaves_the_posterior() -> None:
 
 def test_exports_are_silent_but_for_the_prediction() -> None:
     la = fitted(0.02, structure="full")
-    told(lambda: la.export(X))
-    assert la.export(X)(X)[0].shape == (30, 1)
+    told(lambda: laplace.export(la, X))
+    assert laplace.export(la, X)(X)[0].shape == (30, 1)
 
 
 def test_a_validation_loss_of_the_prior_alone() -> None:

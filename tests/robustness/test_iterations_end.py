@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import laplace
 from laplace import Laplace
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import Unit, in_slices
@@ -169,7 +170,7 @@ def test_projections_that_get_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(projected._Rows, "swept", swept)
     with pytest.warns(ApproximationWarning, match="max_sweeps"):
-        la.projected(loader, 3, max_sweeps=11)
+        laplace.projected(la, loader, 3, max_sweeps=11)
     assert n_sweeps == 11
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import laplace
 from laplace.errors import LaplaceError
 from tests import grid
 
@@ -26,7 +27,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "fit labels": lambda la: la.fit([(X, 7 + torch.arange(len(X)))]),
     "fit NaN": lambda la: la.fit([(X * torch.nan, torch.zeros(len(X), dtype=torch.long))]),
     "calibrate": lambda la: la.calibrate([(WRONG, LABELS)]),
-    "draw": lambda la: la.draw(1)[0](WRONG),
+    "draw": lambda la: laplace.draw(la, 1)[0](WRONG),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace
 from laplace.errors import (
     InvalidArgument,
@@ -58,7 +59,7 @@ def gain(a: Tensor, rows: list[int]) -> Tensor:
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_bald_is_greedy_in_the_joint_information(likelihood: str) -> None:
     la, x = fitted(likelihood), pool()
-    found = la.acquire(x, 5, n_samples=40, generator=torch.Generator().manual_seed(0))
+    found = laplace.acquire(la, x, 5, n_samples=40, generator=torch.Generator().manual_seed(0))
     a, chosen = whitened(la, x, 40), []
     for index, step in zip(found.indices.tolist(), found.gains, strict=True):
         before = gain(a, chosen) if chosen else torch.zeros(())
@@ -75,7 +76,7 @@ def test_every_output_has_its_own_noise() -> None:
     la = Laplace(nn.Linear(2, 2).double(), "regression", "all", "full", sigma_noise=sigma)
     la.fit([(x, torch.randn(20, 2).double())])
     star = pool(2)
-    found = la.acquire(star, 1, n_samples=20000, generator=torch.Generator().manual_seed(0))
+    found = laplace.acquire(la, star, 1, n_samples=20000, generator=torch.Generator().manual_seed(0))
     covariance = la(star)[1]
     gains = 0.5 * torch.logdet(torch.eye(2).double() + covariance / (sigma[:, None] * sigma))
     torch.testing.assert_close(found.gains[0], gains.max(), rtol=0.03, atol=0)
@@ -84,7 +85,7 @@ def test_every_output_has_its_own_noise() -> None:
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_epig_is_the_information_on_labels_elsewhere(likelihood: str) -> None:
     la, x, targets = fitted(likelihood), pool(), pool(4, 2)
-    found = la.acquire(x, 3, "epig", targets=targets, n_samples=40, generator=torch.Generator().manual_seed(0))
+    found = laplace.acquire(la, x, 3, "epig", targets=targets, n_samples=40, generator=torch.Generator().manual_seed(0))
     a = torch.cat([whitened(la, x, 40), whitened(la, targets, 40)], 1)
     chosen: list[int] = []
     for index, step in zip(found.indices.tolist(), found.gains, strict=True):
@@ -103,10 +104,10 @@ def test_epig_is_the_information_on_labels_elsewhere(likelihood: str) -> None:
 
 def test_targets_of_a_large_pool_are_drawn_from_it() -> None:
     la, x, source = fitted(), pool(150), torch.Generator().manual_seed(0)
-    found = la.acquire(x, 2, "epig", n_samples=40, generator=torch.Generator().manual_seed(0))
+    found = laplace.acquire(la, x, 2, "epig", n_samples=40, generator=torch.Generator().manual_seed(0))
     la.sample(40, generator=source)
     drawn = x[torch.randperm(150, generator=source)[:100]]
-    same = la.acquire(x, 2, "epig", targets=drawn, n_samples=40, generator=torch.Generator().manual_seed(0))
+    same = laplace.acquire(la, x, 2, "epig", targets=drawn, n_samples=40, generator=torch.Generator().manual_seed(0))
     assert torch.equal(found.indices, same.indices)
     torch.testing.assert_close(found.gains, same.gains)
 
@@ -114,8 +115,8 @@ def test_targets_of_a_large_pool_are_drawn_from_it() -> None:
 @pytest.mark.parametrize(("structure", "weights"), [("kron", "all"), ("diag", "last_layer"), ("lowrank", "all")])
 def test_loaders_are_pools_and_equal_seeds_choose_equally(structure: str, weights: str) -> None:
     la, x = fitted(structure=structure, weights=weights), pool(30)
-    whole = la.acquire(x, 6, generator=torch.Generator().manual_seed(3))
-    parts = la.acquire([(x[:11], None), (x[11:], None)], 6, generator=torch.Generator().manual_seed(3))
+    whole = laplace.acquire(la, x, 6, generator=torch.Generator().manual_seed(3))
+    parts = laplace.acquire(la, [(x[:11], None), (x[11:], None)], 6, generator=torch.Generator().manual_seed(3))
     assert torch.equal(whole.indices, parts.indices)
     assert len(set(whole.indices.tolist())) == 6 and bool((whole.gains > 0).all())
 
@@ -123,40 +124,40 @@ def test_loaders_are_pools_and_equal_seeds_choose_equally(structure: str, weight
 def test_copies_are_not_chosen_twice() -> None:
     la, x = fitted("regression"), pool(8)
     la.sigma_noise = 0.05  # one label tells nearly all that there is
-    first = int(la.acquire(x, 1, generator=torch.Generator().manual_seed(0)).indices)
+    first = int(laplace.acquire(la, x, 1, generator=torch.Generator().manual_seed(0)).indices)
     copies = torch.cat([x, x[first : first + 1].expand(4, -1)])
-    found = la.acquire(copies, 3, generator=torch.Generator().manual_seed(0)).indices.tolist()
+    found = laplace.acquire(la, copies, 3, generator=torch.Generator().manual_seed(0)).indices.tolist()
     assert sum(i == first or i >= 8 for i in found) == 1
 
 
 def test_bad_input_is_refused() -> None:
     la, x = fitted(), pool()
     with pytest.raises(InvalidArgument, match="12 inputs"):
-        la.acquire(x, 13)
+        laplace.acquire(la, x, 13)
     with pytest.raises(InvalidArgument, match="n=0"):
-        la.acquire(x, 0)
+        laplace.acquire(la, x, 0)
     with pytest.raises(InvalidArgument, match="score"):
-        la.acquire(x, 1, "random")  # type: ignore[arg-type]
+        laplace.acquire(la, x, 1, "random")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="targets"):
-        la.acquire(x, 1, targets=x)
+        laplace.acquire(la, x, 1, targets=x)
     with pytest.raises(InvalidArgument, match="n_samples"):
-        la.acquire(x, 1, n_samples=1)
+        laplace.acquire(la, x, 1, n_samples=1)
     with pytest.raises(InvalidData, match="pool holds no inputs"):
-        la.acquire([], 1)
+        laplace.acquire(la, [], 1)
     with pytest.raises(InvalidData, match="targets holds no inputs"):
-        la.acquire(x, 1, "epig", targets=x[:0])
+        laplace.acquire(la, x, 1, "epig", targets=x[:0])
     with pytest.raises(InvalidType, match="pool=None"):
-        la.acquire(None, 1)
+        laplace.acquire(la, None, 1)
     bad = x.clone()
     bad[3, 0] = torch.nan
     with pytest.raises(InvalidData, match=r"pool: .* at row 3"):
-        la.acquire(bad, 1)
+        laplace.acquire(la, bad, 1)
     with pytest.raises(InvalidData, match=r"targets: .* at row 3"):
-        la.acquire(x, 1, "epig", targets=bad)
+        laplace.acquire(la, x, 1, "epig", targets=bad)
     with pytest.raises(InvalidInputs):
-        la.acquire(x[:, :1], 1)
+        laplace.acquire(la, x[:, :1], 1)
     with pytest.raises(NotFittedError):
-        Laplace(nn.Linear(2, 2), "classification", "all", "full").acquire(x, 1)
+        laplace.acquire(Laplace(nn.Linear(2, 2), "classification", "all", "full"), x, 1)
     la.model[0].weight.data.add_(1.0)  # type: ignore[index]
     with pytest.raises(ModelChangedError):
-        la.acquire(x, 1)
+        laplace.acquire(la, x, 1)

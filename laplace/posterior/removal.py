@@ -1,4 +1,4 @@
-"""A posterior without some of its data; how far two posteriors are apart, and what single weights are worth.
+"""A posterior without some of its data.
 
 Deleting is one Newton step. With P = s·H + P₀ and the mean m the log posterior is −½ (θ − m)ᵀ P (θ − m). Data S
 contribute −s (g_Sᵀ (θ − θ*) + ½ (θ − θ*)ᵀ H_S (θ − θ*)) to it, g_S the gradient of their loss at θ*. Without them
@@ -11,34 +11,23 @@ without S (Golatkar et al., 2020).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from laplace.core.batch import DataWeights
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
 from laplace.engines.native.autograd import without_cudnn
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.structures.fit import Fit
-from laplace.weights.problem import Problem
-
-_CHUNK = 2**24
-"""Entries of vectors that are multiplied at once."""
-
-_LARGEST_ROOT = 12_000
-"""Weights that depend on each other, of which `wasserstein` takes a singular value decomposition."""
-
-
-# Deleting data.
 
 
 def moved_by_removal(
@@ -138,117 +127,3 @@ def loss_of_part(part: Posterior, mean: Tensor) -> Tensor:
     prior = part.prior
     gradient = -widened(prior.diagonal().detach()) * widened(part.mean - prior.mean.detach())
     return _with_loss_at(part, part.fit, gradient, widened(mean) - widened(part.mean)).loss_terms
-
-
-# How far two posteriors are apart, and what single weights are worth.
-
-
-def other_weights(one: Problem, other: Problem) -> str | None:
-    """Names a tensor whose entries with a distribution are others in two problems; None if all are the same."""
-    shapes, theirs = (
-        {slot.name: (slot.shape, None if slot.entries is None else slot.entries.tolist()) for slot in problem.slots}
-        for problem in (one, other)
-    )
-    names = [name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name)]
-    return f"they differ in the weights with a distribution, of which {names[0]!r} is one" if names else None
-
-
-def _require_same_weights(call: str, one: Posterior, other: Posterior) -> None:
-    for posterior in (one, other):
-        posterior.require_fitted()
-    difference = other_weights(one.problem, other.problem)
-    if difference:
-        raise InvalidArgument(f"{call} takes a posterior over the same weights: {difference}.")
-
-
-def kl(one: Posterior, other: Posterior) -> Tensor:
-    """KL(one ‖ other) = ½ (tr(P₂ Σ₁) − P + (m₂ − m₁)ᵀ P₂ (m₂ − m₁) + log det P₁ − log det P₂), in nats, 0-dim, float64.
-
-    The trace is a sum of quadratic forms of the root that samples are drawn with, exact in P calls at most.
-    """
-    _require_same_weights("kl", one, other)
-    with autograd_mode(), torch.no_grad():
-        precision, reference = one.precision(), other.precision()
-        shift = (other.mean - one.mean).unsqueeze(0)
-        total = widened(reference.quad(shift))[0] - len(one.mean)
-        total = total + widened(precision.logdet()) - widened(reference.logdet())
-        units = _units((one, other), precision.n_noise(len(one.mean)))
-        for noise in _probes(units, one.mean):
-            total = total + widened(reference.quad(precision.sample(noise))).sum()
-        return 0.5 * total
-
-
-def wasserstein(one: Posterior, other: Posterior) -> Tensor:
-    """W₂(one, other), 0-dim, float64: W₂² = ‖m₁ − m₂‖² + min_Q ‖L₁ − L₂ Q‖² over orthogonal Q, with Σ = L Lᵀ.
-
-    The minimum, at Q = V Uᵀ for L₁ᵀ L₂ = U S Vᵀ, is tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982)
-    [Redux, appendix eq. 6]. Unlike this difference it cancels nothing where two posteriors are close.
-    """
-    _require_same_weights("wasserstein", one, other)
-    with autograd_mode(), torch.no_grad():
-        n_params = len(one.mean)
-        precisions = one.precision(), other.precision()
-        numbers = [precision.n_noise(n_params) for precision in precisions]
-        parts = _units((one, other), n_params) if numbers == [n_params] * 2 else None
-        largest = max(numbers) if parts is None else max(map(len, parts))
-        if largest > _LARGEST_ROOT:
-            raise UnsupportedError(
-                f"wasserstein takes the roots of covariances of {largest:,} weights, more than {_LARGEST_ROOT:,}. Use "
-                "la.kl, or posteriors that hold smaller blocks."
-            )
-        # Columns of L as rows; where units are independent those of all of them at once.
-        roots = [
-            widened(torch.cat([precision.sample(rows) for rows in _probes(parts or [torch.arange(n)], one.mean)]))
-            for precision, n in zip(precisions, numbers, strict=True)
-        ]
-        total = (widened(one.mean) - widened(other.mean)).square().sum()
-        if largest == 1:
-            return (total + (roots[0].abs() - roots[1].abs()).square().sum()).sqrt()
-        for unit in parts or [torch.arange(n_params)]:
-            count = len(unit) if parts else largest
-            first, second = (functional.pad(r[:count, unit], (0, 0, 0, max(0, count - len(r)))) for r in roots)
-            left, _, right = torch.linalg.svd(first @ second.T)
-            total = total + (first - left @ right @ second).square().sum()
-        return total.sqrt()
-
-
-def saliency(posterior: Posterior) -> Tensor:
-    """m_p² P_pp, `[P]`: twice what setting a weight to zero takes from the log density (LeCun et al., 1990)."""
-    posterior.require_fitted()
-    posterior = posterior.unscaled()
-    with autograd_mode(), torch.no_grad():
-        precision, mean = posterior.precision(), posterior.mean
-        diagonal = sum(
-            (rows * precision.product(rows)).sum(0) for rows in _probes(_units((posterior,), len(mean)), mean)
-        )
-        return mean.square() * diagonal
-
-
-def _probes(units: Sequence[Tensor], like: Tensor) -> Iterator[Tensor]:
-    """Rows of the identity, `[R, n]`: together one row for every entry of the largest unit.
-
-    Each row has a one in every unit, where units are independent; their quadratic forms add up.
-    """
-    n, largest = sum(map(len, units)), max(map(len, units))
-    padded = torch.full((len(units), largest), n, device=like.device)
-    for row, unit in zip(padded, units, strict=True):
-        row[: len(unit)] = unit
-    step = max(1, _CHUNK // n)
-    for start in range(0, largest, step):
-        places = padded[:, start : start + step].T
-        yield torch.zeros(len(places), n + 1, dtype=like.dtype, device=like.device).scatter(1, places, 1.0)[:, :n]
-
-
-def _units(posteriors: Sequence[Posterior], n: int) -> list[Tensor]:
-    """Indices of weights in blocks between which no precision has entries: single ones under diagonals."""
-    everything, layout = torch.arange(n), posteriors[0].problem.layout
-    dense = [posterior for posterior in posteriors if not posterior.choices.structure.is_diagonal]
-    if n != layout.n_params:
-        return [everything]
-    if not dense:
-        return list(everything.split(1))
-    units = [posterior.fit.curvature.units(layout) for posterior in dense]
-    if any(other != units[0] for other in units):
-        return [everything]
-    parts = layout.split(everything)
-    return [torch.cat([parts[tensor] for tensor in unit]) for unit in units[0]]

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import eigen
+from laplace.core.arguments import checked
 from laplace.core.batch import Inputs, require_loader, to_device
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.extensions.asked import posterior_of
 from laplace.likelihoods.checks import check_outputs, refuse_gaps
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
@@ -51,7 +53,7 @@ _FAR = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Intervals for new targets with a coverage that is counted on data, not modelled: `la.conformal(...)`.
+    """Intervals for new targets with a coverage that is counted on data, not modelled: `laplace.conformal(la, ...)`.
 
     Attributes:
         method: `"jackknife+"`, `"full"`, `"cv+"` or `"split"`.
@@ -96,11 +98,61 @@ class Conformal:
         return f"Conformal({self.method!r}, n_data={self.n_data:,}, {'exact' if self.exact else 'approximate'})"
 
 
+@checked
 def conformal(
+    la: ParametricLaplace,
+    train_loader: Iterable[Any] | None = None,
+    *,
+    val_loader: Iterable[Any] | None = None,
+    method: ConformalMethod = "jackknife+",
+    folds: int = 10,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> Conformal:
+    """Intervals for regression targets whose coverage is counted on data, not modelled: `.interval(x, level)`.
+
+    From the training data and this one fit: `"jackknife+"` and `"cv+"` (Barber et al., 2021) promise a coverage of
+    at least 2·level − 1 and have about the level in practice, `"full"` promises the level. For a linear model, or a
+    head on features that the targets did not train, their residuals are those of refits, exactly; for trained
+    networks they are approximate, and nothing is promised. With validation data, split conformal prediction (Lei
+    et al., 2018) promises the level, whatever the network. The noise σ need not be right.
+
+    Args:
+        la: A fitted posterior.
+        train_loader: All data of the fit.
+        val_loader: Data that neither the network nor the fit has seen, in place of them.
+        method: Of the training data: `"jackknife+"`, `"full"` or `"cv+"` (linear models and heads alone).
+        folds: Number of folds of `"cv+"`.
+        generator: Random generator of the folds; None for seed 0.
+        progress_bar: Show a progress bar.
+
+    Returns:
+        A `Conformal`, with `.interval(x, level)` → lower and upper ends `[B, C]`, and `.guarantee(level)` in words.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: Both loaders, or none; an unknown method, or folds that are none.
+        InvalidData: The training data are not those of the fit, or there are no validation data.
+        UnsupportedError: Another likelihood than that of regression (for sets of classes see the package MAPIE), or
+            a structure that does not hold all that an input adds, without validation data.
+
+    Warns:
+        ApproximationWarning: The network is not linear in its weights, or far from the mode of the prior.
+    """
+    posterior = posterior_of(la)
+    if train_loader is None and val_loader is not None:
+        check_method(method)
+        return split_conformal(la, val_loader)
+    if train_loader is None or val_loader is not None:
+        raise InvalidArgument("give either train_loader, the data of the fit, or val_loader=, data it has not seen.")
+    return _conformal(posterior, train_loader, method, folds, generator, progress_bar=progress_bar)
+
+
+def _conformal(
     posterior: Posterior, loader: Iterable[Any], method: str, folds: int, generator: torch.Generator | None,
     *, progress_bar: bool = False,
 ) -> Conformal:  # fmt: skip
-    """Intervals from the data of a fit; arguments and errors are those of `la.conformal`."""
+    """Intervals from the data of a fit; arguments and errors are those of `laplace.conformal`."""
     posterior = posterior.unscaled()  # of a calibrated one: the same intervals, around the mode of the prior itself
     structure = posterior.choices.structure
     check_generator(generator)
@@ -151,7 +203,7 @@ def conformal(
 
 def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
     """Intervals from held-out data, in units of the predictive standard deviation (Lei et al., 2018)."""
-    posterior = la.snapshot()
+    posterior = posterior_of(la)
     _check_likelihood(posterior)
     require_loader(loader, "val_loader")
     held = copy.copy(la)  # which keeps its posterior, whatever is assigned later

@@ -23,11 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.core.positions import as_returned
+from laplace.core.random_numbers import check_generator
 from laplace.engines.native.steps import CELLS, run_recurrent, weights_of
 from laplace.errors import InvalidArgument, UnsupportedError, ignore
+from laplace.extensions.asked import Asked, posterior_of
+from laplace.mixture.mixture import MixtureLaplace, drawn_components
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, own_precision
 from laplace.posterior.posterior import Posterior
@@ -42,7 +46,7 @@ _AT_ONCE = 64
 
 
 class DrawnFunction(nn.Module):
-    """A function drawn from a posterior: `la.draw(n)` gives n of them.
+    """A function drawn from a posterior: `laplace.draw(la, n)` gives n of them.
 
     It takes the inputs that `la(x)` takes and returns what the network returns, `[B, C]` or outputs at positions. It
     holds a copy of the network as it was at the fit, which all functions of one call share, and weights of its own; so
@@ -106,11 +110,11 @@ class DrawnFunction(nn.Module):
     def stacked(functions: Sequence[DrawnFunction], x: Inputs) -> Tensor:
         """Values of several functions at x, `[S, B, C]`.
 
-        Of functions of one call of `la.draw` the network runs once for many, if vmap can: each costs two to three
+        Of functions of one call of `laplace.draw` the network runs once for many, if vmap can: each costs two to three
         forward passes then, whatever the size of the batch. One by one it is three, and more of a small network.
 
         Args:
-            functions: At least one, of `la.draw`.
+            functions: At least one, of `laplace.draw`.
             x: Inputs, as of each of them.
 
         Raises:
@@ -120,7 +124,7 @@ class DrawnFunction(nn.Module):
         given = functions if isinstance(functions, Sequence) else ()
         if not given or not all(isinstance(function, DrawnFunction) for function in given):
             kinds = [type(function).__name__ for function in given] or type(functions).__name__
-            raise InvalidArgument(f"functions are {kinds}; a list of those of la.draw(n) is accepted, one at least.")
+            raise InvalidArgument(f"functions are {kinds}; give those of laplace.draw(la, n), one at least.")
         first = functions[0]
         if len(functions) > 1 and all(function.network is first.network for function in functions):
             steps = {
@@ -134,8 +138,9 @@ class DrawnFunction(nn.Module):
     def export(self, example_x: Inputs) -> nn.Module:
         """The function as a plain PyTorch module for batches of any size, that needs this library no longer.
 
-        It is like the result of `la.export`: traced at `example_x`, checked against the function there, and accepted by
-        `torch.export.export` with a dynamic batch dimension, `torch.onnx.export` and `torch.compile(fullgraph=True)`.
+        It is like the result of `laplace.export`: traced at `example_x`, checked against the function there, and
+        accepted by `torch.export.export` with a dynamic batch dimension, `torch.onnx.export` and
+        `torch.compile(fullgraph=True)`.
 
         Args:
             example_x: Inputs of at least one datum.
@@ -144,7 +149,7 @@ class DrawnFunction(nn.Module):
             InvalidData: No data, or a key that cannot be the name of an argument.
             UnsupportedError: The function cannot be traced, or its graph depends on the batch.
         """
-        from laplace.deployment.export import exported
+        from laplace.extensions.export import exported
 
         return exported(self, example_x, None, {})
 
@@ -168,7 +173,41 @@ class _ByProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@checked
 def draw(
+    la: Asked | MixtureLaplace, n: int, *, generator: torch.Generator | None = None, linearised: bool = True
+) -> tuple[DrawnFunction, ...]:
+    """Functions drawn from the posterior, f_s(x) = f(x, θ*) + J(x) (θ_s − θ*), as n modules with `f_s(x)` `[B, C]`.
+
+    Each is one function for ever: the same at all inputs and in all calls, smooth in x, and without noise. A call
+    costs about three forward passes, whatever the number of outputs; of a last layer one and two products.
+
+    Args:
+        la: A fitted posterior; or a mixture, of which a component is drawn for every function, by its weight.
+        n: Number of functions.
+        generator: Random generator; the weights θ_s are those of `la.sample(n, generator)`.
+        linearised: False for the network at sampled weights, f(x, θ_s), as of `pred_type="nn"`.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: n is not a positive integer.
+        ModelChangedError: The network was trained further after `fit`.
+        UnsupportedError: A posterior over functions (`"gp"`), which has no weights; a network that is spread
+            over processes; a refined one without `linearised`; a network that cannot be copied.
+    """
+    check_counts(n=n)
+    check_generator(generator)
+    if not isinstance(la, MixtureLaplace):
+        return _draw(posterior_of(la), n, generator, linearised=linearised)
+    chosen = drawn_components(la.weights, n, generator).tolist()
+    functions = {
+        k: iter(_draw(posterior_of(la.components[k]), chosen.count(k), generator, linearised=linearised))
+        for k in sorted(set(chosen))
+    }
+    return tuple(next(functions[k]) for k in chosen)
+
+
+def _draw(
     posterior: Posterior, n: int, generator: torch.Generator | None, *, linearised: bool
 ) -> tuple[DrawnFunction, ...]:
     """Functions of a posterior.

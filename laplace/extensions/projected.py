@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from laplace.core import eigen
-from laplace.core.arguments import check_counts
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs, require_loader
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.extensions.asked import Asked, posterior_of
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
@@ -44,7 +45,7 @@ _NOTHING = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """Networks sampled around the trained one that fit the training data as it does: `la.projected(train_loader)`.
+    """Networks sampled around the trained one that fit the training data as it does: see `laplace.projected`.
 
     Calling it gives the mean prediction of the networks.
 
@@ -87,11 +88,58 @@ class Projected:
         )
 
 
+@checked
 def projected(
+    la: Asked,
+    train_loader: Iterable[Any],
+    n_samples: int = 30,
+    *,
+    kernel: KernelOf = "outputs",
+    max_sweeps: int = 500,
+    tolerance: float = 0.01,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> Projected:
+    """Networks sampled around the trained one that fit the training data as it does (Miani et al., 2025).
+
+    Samples of the prior are projected onto the weights in whose direction no output of the training data changes,
+    to first order, by alternating projections over its batches. Samples of a Laplace approximation of a network,
+    as `pred_type="nn"` has them, underfit; these do not, and differ where there were no data.
+
+    Args:
+        la: A fitted posterior.
+        train_loader: The training data, read several times. Larger batches take fewer sweeps and more memory.
+        n_samples: Number S of networks.
+        kernel: `"outputs"`, or `"loss"`: only the loss of every input stays, which leaves more room where there are
+            more outputs than weights, and keeps less of the fit.
+        max_sweeps: Largest number of passes.
+        tolerance: Change of the outputs, relative to that without projection, at which to stop.
+        generator: Random generator of the samples.
+        progress_bar: Show a progress bar.
+
+    Returns:
+        The networks: call it for their mean prediction; `.weights` `[S, P]`, `.kept`, `.residual`.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: Numbers that are none, another kernel, or a loader that can be read only once.
+        InvalidData: No data.
+        UnsupportedError: Outputs with positions, or a backend that computes no Jacobians.
+
+    Warns:
+        ApproximationWarning: Nothing is left of the samples, or the tolerance was not reached.
+    """
+    posterior = posterior_of(la)
+    return _projected(
+        posterior, train_loader, n_samples, kernel, max_sweeps, tolerance, generator, progress_bar=progress_bar
+    )
+
+
+def _projected(
     posterior: Posterior, loader: Iterable[Any], n_samples: int, kernel: str, max_sweeps: int, tolerance: float,
     generator: torch.Generator | None, *, progress_bar: bool = False,
 ) -> Projected:  # fmt: skip
-    """Samples of the prior projected onto the kernel of the data's Jacobian; arguments are those of `la.projected`."""
+    """Samples of the prior projected onto the kernel of the data's Jacobian; arguments: see `laplace.projected`."""
     check_counts(n_samples=n_samples, max_sweeps=max_sweeps)
     check_generator(generator)
     if kernel not in ("outputs", "loss"):
@@ -195,7 +243,7 @@ class _Rows:
             done = 0
             with closing(engine.jacobian(x)) as parts:
                 for jacobian, f in parts:
-                    require_none(jacobian.positions, "la.projected", "Use la.sample, or la(x, pred_type='nn')")
+                    require_none(jacobian.positions, "laplace.projected", "Use la.sample, or la(x, pred_type='nn')")
                     targets = engine.checked(f, y[done : done + len(f)])
                     done += len(f)
                     gradient = widened(likelihood.gradient(f, targets)) if self.of_loss else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
+import laplace
 from laplace import Laplace
 from laplace.errors import ApproximationWarning, InvalidArgument, NotFittedError
 
@@ -48,7 +49,7 @@ def test_samples_are_those_of_the_dense_projection(kernel: str, delta: str) -> N
     n_params = la.n_params
     prior = torch.full((1,), 2.0) if delta == "one" else torch.linspace(0.5, 3.0, n_params)
     la.prior_precision = prior.double()
-    found = la.projected(
+    found = laplace.projected(la,
         DataLoader(TensorDataset(x, y), 4), 5, kernel=kernel, tolerance=1e-6, max_sweeps=5000,
         generator=torch.Generator().manual_seed(2),
     )  # fmt: skip
@@ -69,7 +70,7 @@ def test_predictions_are_means_over_the_networks() -> None:
     model, (x, y) = network(), data()
     before = copy.deepcopy(model.state_dict())
     la = fitted(model)
-    found = la.projected([(x, y)], 4, generator=torch.Generator().manual_seed(0))
+    found = laplace.projected(la, [(x, y)], 4, generator=torch.Generator().manual_seed(0))
     star = torch.randn(6, 3, dtype=torch.float64)
     expected = []
     for weights in found.weights:
@@ -81,18 +82,18 @@ def test_predictions_are_means_over_the_networks() -> None:
     assert "4 samples" in repr(found)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     la = fitted(network(), "regression")
-    mean, variance = la.projected([(x, x[:, :C])], 4)(star)
+    mean, variance = laplace.projected(la, [(x, x[:, :C])], 4)(star)
     assert mean.shape == variance.shape == (6, C)
 
 
 def test_rows_that_are_not_kept_may_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     la, (x, y) = fitted(network()), data()
-    kept = la.projected(
-        DataLoader(TensorDataset(x, y), 3), 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0)
+    kept = laplace.projected(
+        la, DataLoader(TensorDataset(x, y), 3), 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0)
     )
-    monkeypatch.setattr("laplace.predictive.projected._KEPT_BYTES", 0)
+    monkeypatch.setattr("laplace.extensions.projected._KEPT_BYTES", 0)
     shuffled = DataLoader(TensorDataset(x, y), 3, shuffle=True)
-    found = la.projected(shuffled, 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0))
+    found = laplace.projected(la, shuffled, 3, tolerance=1e-4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(found.weights, kept.weights, rtol=1e-2, atol=1e-2)
 
 
@@ -100,7 +101,7 @@ def test_equal_seeds_give_equal_bits_and_last_layers_are_projected() -> None:
     x, y = data(4)
     la = Laplace(network(), "classification", "last_layer", "kron")
     la.fit([(x, y)])
-    first, second = (la.projected([(x, y)], 3, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    first, second = (laplace.projected(la, [(x, y)], 3, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first.weights, second.weights)
     torch.testing.assert_close(first.outputs(x), la.model(x).detach().expand(3, -1, -1), rtol=0.02, atol=0.02)
 
@@ -110,16 +111,16 @@ def test_what_is_left_of_too_many_data_is_told() -> None:
     la = Laplace(network(), "classification", "last_layer", "kron")
     la.fit([(x, y)])
     with pytest.warns(ApproximationWarning, match="nothing is left"):
-        la.projected([(x, y)], 3)
+        laplace.projected(la, [(x, y)], 3)
     la = fitted(network())
     with pytest.warns(ApproximationWarning, match="residual"):
-        la.projected(DataLoader(TensorDataset(*data()), 2), 3, tolerance=1e-12, max_sweeps=2)
+        laplace.projected(la, DataLoader(TensorDataset(*data()), 2), 3, tolerance=1e-12, max_sweeps=2)
 
 
 def test_bad_input_is_refused() -> None:
     la = fitted(network())
     for options in ({"n_samples": 0}, {"kernel": "both"}, {"max_sweeps": 0}, {"tolerance": 2.0}):
         with pytest.raises(InvalidArgument, match=next(iter(options))):
-            la.projected([data()], **options)
+            laplace.projected(la, [data()], **options)
     with pytest.raises(NotFittedError):
-        Laplace(network(), "classification", "all", "diag").projected([data()])
+        laplace.projected(Laplace(network(), "classification", "all", "diag"), [data()])

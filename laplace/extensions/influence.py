@@ -27,13 +27,14 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import eigen
-from laplace.core.arguments import check_counts
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.engines.native.kinds import EFEngine
 from laplace.errors import InvalidData, UnsupportedError
+from laplace.extensions.asked import Asked, posterior_of
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.checks import for_each
 from laplace.network import next_token
@@ -47,7 +48,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class Influence:
-    """How training inputs influence the loss at B query inputs: `la.influence(train_loader, x, y)`.
+    """How training inputs influence the loss at B query inputs: `laplace.influence(la, train_loader, x, y)`.
 
     Attributes:
         scores: `[B, N]`, in the order of the loader, 0 for ignored labels: by about how many nats the query's loss
@@ -64,7 +65,7 @@ class Influence:
 
 @dataclass(frozen=True, eq=False)
 class LabelErrors:
-    """Training inputs by how suspicious their targets are: `la.label_errors(loader)`.
+    """Training inputs by how suspicious their targets are: `laplace.label_errors(la, loader)`.
 
     Attributes:
         indices: Places in the loader, `[N]`, the most suspicious first.
@@ -77,7 +78,46 @@ class LabelErrors:
     loss: Tensor
 
 
+@checked
 def influence(
+    la: Asked,
+    loader: Iterable[Any],
+    x: Inputs,
+    y: Tensor,
+    *,
+    top: int | None = None,
+    rank: int | None = None,
+    damping: float | Tensor | None = None,
+    progress_bar: bool = False,
+) -> Influence:
+    """How every training input influences the loss at B other inputs: s = g_qᵀ P⁻¹ g_i, in nats.
+
+    Without the training input i the query's loss would be larger by about s, one Newton step (Koh and Liang, 2017;
+    Grosse et al., 2023). `"ekfac"` and `"kron"` take any network, `"full"` is exact for the GGN, and
+    `"matrix_free"` solves with the exact GGN by conjugate gradients, whose residual `la.solve_reports` has.
+
+    Args:
+        la: A fitted posterior.
+        loader: Training data, N of them.
+        x: B query inputs.
+        y: Their targets.
+        top: Return the k scores of largest size only, by which memory does not grow with N.
+        rank: Number of combinations of the queries that meet the training data, for many queries: the result's
+            `kept` says how much of them that is. None for all.
+        damping: Prior precision in P instead of the posterior's, which is often small.
+        progress_bar: Show a progress bar.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: `top`, `rank` or `damping` is not positive.
+        InvalidData: No data, or data that cannot be used.
+        ModelChangedError: The network was trained further after `fit`.
+        UnsupportedError: A posterior that is fitted to data with weights.
+    """
+    return _influence(posterior_of(la), loader, x, y, top=top, rank=rank, damping=damping, progress_bar=progress_bar)
+
+
+def _influence(
     posterior: Posterior,
     loader: Iterable[Any],
     x: Inputs,
@@ -143,7 +183,27 @@ def _largest(parts: Sequence[tuple[Tensor, Tensor]], top: int) -> tuple[Tensor, 
     return scores.gather(1, order), places.gather(1, order)
 
 
-def label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
+@checked
+def label_errors(la: Asked, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
+    """Ranks training inputs by how suspicious their targets are, by their self-influence gᵀ P⁻¹ g.
+
+    An input whose target contradicts the others has a large gradient in directions that they do not determine.
+
+    Args:
+        la: A fitted posterior.
+        loader: Training data.
+        progress_bar: Show a progress bar.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidData: No data, or data that cannot be used.
+        ModelChangedError: The network was trained further after `fit`.
+        UnsupportedError: As of `influence`.
+    """
+    return _label_errors(posterior_of(la), loader, progress_bar=progress_bar)
+
+
+def _label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
     """Inputs of a loader by their self-influence.
 
     Raises:

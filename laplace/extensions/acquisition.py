@@ -20,13 +20,14 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import eigen
-from laplace.core.arguments import check_counts
+from laplace.core.arguments import check_counts, checked
 from laplace.core.checks import are_finite, require, where_not_finite
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.extensions.asked import Asked, posterior_of
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import jacobians
@@ -57,11 +58,54 @@ class Acquired:
     gains: Tensor
 
 
+@checked
 def acquire(
+    la: Asked,
+    pool: Any,
+    n: int,
+    score: AcquisitionScore = "bald",
+    *,
+    targets: Any = None,
+    n_samples: int = 500,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> Acquired:
+    """Chooses n inputs of a pool to label next: a batch by joint information, so that no two tell the same.
+
+    `"bald"` is the information of a label on the weights (Houlsby et al., 2011), `"epig"` on the labels of other
+    inputs, `targets`, which leaves out what is only strange (Bickford Smith et al., 2023); both of the linearised
+    network, with covariances between inputs by samples of the weights. Afterwards `la.fit(new, override=False)` of
+    a network that was trained on.
+
+    Args:
+        la: A fitted posterior.
+        pool: Inputs without labels: a tensor, tuple or mapping, or a loader, whose labels are not read.
+        n: Number of inputs to choose.
+        score: `"bald"` or `"epig"`.
+        targets: Of `"epig"`: inputs as those whose labels are to be predicted; None for a hundred inputs drawn
+            from the pool, or all of a smaller one. The work is that of pool × targets.
+        n_samples: Samples of the weights, at least 2.
+        generator: Random generator of these samples and targets.
+        progress_bar: Show a progress bar.
+
+    Returns:
+        `.indices` `[n]` in the pool, in the order of their choice, and `.gains` `[n]`, in nats.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: n is larger than the pool, another score, or targets of `"bald"`.
+        InvalidData: No inputs, or outputs of the network that are NaN or infinite.
+        UnsupportedError: Outputs with positions.
+        ModelChangedError: The network was trained further after `fit`.
+    """
+    return _acquire(posterior_of(la), pool, n, score, targets, n_samples, generator, progress_bar=progress_bar)
+
+
+def _acquire(
     posterior: Posterior, pool: Any, n: int, score: str, targets: Any, n_samples: int,
     generator: torch.Generator | None, *, progress_bar: bool = False,
 ) -> Acquired:  # fmt: skip
-    """Chooses n inputs of a pool; arguments are those of `la.acquire`."""
+    """Chooses n inputs of a pool; arguments are those of `laplace.acquire`."""
     check_counts(n=n)
     check_counts(2, n_samples=n_samples)
     check_generator(generator)
@@ -112,7 +156,7 @@ def _whitened(posterior: Posterior, pool: Any, steps: Tensor, name: str, progres
     for x in in_parts(pool, name):
         for jacobian, f in jacobians(engine, x, None, create_graph=False):
             require_none(
-                jacobian.positions, "la.acquire", "Score inputs by la.predict(x).decomposition.mutual_information"
+                jacobian.positions, "laplace.acquire", "Score inputs by la.predict(x).decomposition.mutual_information"
             )
             step = posterior.refined_step
             f = widened(f) if step is None else widened(f) + widened(jacobian.apply(step.unsqueeze(0))[0])

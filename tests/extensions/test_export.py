@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace, curvature
 from laplace.core import checks
 from laplace.errors import InvalidData, NotFittedError, UnsupportedError
@@ -59,7 +60,7 @@ class Tokens(nn.Module):
 def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure, "regression", **({"n_subset": 6} if structure == "gp" else {}))
     x, _ = grid.data("regression")
-    module = la.export(x[:4])
+    module = laplace.export(la, x[:4])
     assert type(module).__module__.startswith("torch.") and not list(module.parameters())
     for size in (1, 2, grid.N_DATA):
         assert_close(module(x[:size]), la(x[:size]))
@@ -71,7 +72,7 @@ def test_backends_whose_jacobians_are_a_package_s(package: str, backend: str) ->
     pytest.importorskip(package)
     la = grid.fitted("all", "full", "regression", backend=getattr(curvature, backend))
     x, _ = grid.data("regression")
-    module = la.export(x[:4])
+    module = laplace.export(la, x[:4])
     for size in (1, 2, grid.N_DATA):
         assert_close(module(x[:size]), la(x[:size]))
 
@@ -82,7 +83,7 @@ def test_every_likelihood_and_link(likelihood: str, link: str) -> None:
     la = grid.fitted("last_layer", "kron", likelihood)
     x, _ = grid.data(likelihood)
     generator = torch.Generator().manual_seed(3)
-    module = la.export(x[:4], generator=generator, link_approx=link, n_samples=20)
+    module = laplace.export(la, x[:4], generator=generator, link_approx=link, n_samples=20)
     values = as_tuple(module(x))
     for i in (0, 7):
         alone = la(x[i : i + 1], generator=torch.Generator().manual_seed(3), link_approx=link, n_samples=20)
@@ -92,7 +93,7 @@ def test_every_likelihood_and_link(likelihood: str, link: str) -> None:
 def test_sampled_weights_are_stored() -> None:
     la = grid.fitted("all", "diag")
     x, _ = grid.data()
-    module = la.export(x[:2], generator=torch.Generator().manual_seed(1), pred_type="nn", n_samples=10)
+    module = laplace.export(la, x[:2], generator=torch.Generator().manual_seed(1), pred_type="nn", n_samples=10)
     assert_close(module(x), la(x, "nn", n_samples=10, generator=torch.Generator().manual_seed(1)))
 
 
@@ -100,16 +101,16 @@ def test_options_of_the_prediction() -> None:
     la = grid.fitted("last_layer", "full", "regression")
     x, _ = grid.data("regression")
     for options in ({"diagonal_output": True, "observation_noise": True}, {"joint": True}, {"outputs": 2}):
-        assert_close(la.export(x[:4], **options)(x), la(x, **options))
+        assert_close(laplace.export(la, x[:4], **options)(x), la(x, **options))
 
 
 def test_mixture() -> None:
     la = MixtureLaplace([grid.network(), grid.network()], "classification")
     with pytest.raises(NotFittedError):
-        la.export(grid.data()[0])
+        laplace.export(la, grid.data()[0])
     la.fit(grid.batches())
     x, _ = grid.data()
-    assert_close(la.export(x[:4])(x), la(x))
+    assert_close(laplace.export(la, x[:4])(x), la(x))
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
@@ -119,7 +120,7 @@ def test_tokens_by_name() -> None:
     batch = {"ids": ids, "mask": mask}
     la = Laplace(Tokens(), "classification", "all", "kron")
     la.fit([{**batch, "labels": torch.randint(3, (6,))}])
-    module = la.export({name: value[:2] for name, value in batch.items()})
+    module = laplace.export(la, {name: value[:2] for name, value in batch.items()})
     assert_close(module(**batch), la(batch))
 
 
@@ -135,7 +136,7 @@ def test_tuple_of_inputs() -> None:
     x = (torch.randn(5, 3), torch.randn(5, 3))
     la = Laplace(Both(), "regression", "all", "kron")
     la.fit([(*x, torch.randn(5, 2))])
-    assert_close(la.export(x)(*x), la(x))
+    assert_close(laplace.export(la, x)(*x), la(x))
 
 
 def test_sums_of_rows_of_a_table_do_not_need_their_number() -> None:
@@ -165,10 +166,10 @@ def test_splits_of_larger_batches_than_those_traced() -> None:
     x = torch.randn(20, 3)
     la = Laplace(Pieces(), "regression", "all", "kron")
     la.fit([(x, torch.randn(20, 2))])
-    assert_close(la.export(x[:4])(x), la(x))
+    assert_close(laplace.export(la, x[:4])(x), la(x))
     la = grid.fitted("all", "lowrank", "regression")  # its covariances are summed in parts that a budget counts
     x = torch.randn(100, 3)
-    assert_close(la.export(x[:4], joint=True)(x), la(x, joint=True))
+    assert_close(laplace.export(la, x[:4], joint=True)(x), la(x, joint=True))
 
 
 # What it is.
@@ -180,7 +181,7 @@ def test_it_is_frozen_and_has_gradients() -> None:
     la = grid.make("all", "kron", "regression", network, enable_backprop=True)
     la.fit(grid.batches("regression"))
     x = grid.data("regression")[0].requires_grad_()
-    module = la.export(x.detach()[:4])
+    module = laplace.export(la, x.detach()[:4])
     gradients = [torch.autograd.grad(predict(x)[1].sum(), x)[0] for predict in (module, la)]
     assert_close(*gradients, tolerance=1e-4)
     before = module(x)
@@ -196,7 +197,7 @@ def test_the_global_seed_names_the_numbers() -> None:
     modules: list[nn.Module] = []
     for _ in range(2):
         torch.manual_seed(5)
-        modules.append(la.export(x[:2], link_approx="mc", n_samples=5))
+        modules.append(laplace.export(la, x[:2], link_approx="mc", n_samples=5))
     assert_close(modules[0](x), modules[1](x), tolerance=0)
 
 
@@ -206,7 +207,7 @@ def test_the_global_seed_names_the_numbers() -> None:
 def test_saved_by_torch_export_and_loaded_without_the_library(tmp_path: Path) -> None:
     la = grid.fitted("last_layer", "kron", "regression")
     x, _ = grid.data("regression")
-    program = torch.export.export(la.export(x[:4]), (x[:4],), dynamic_shapes=({0: BATCH},))
+    program = torch.export.export(laplace.export(la, x[:4]), (x[:4],), dynamic_shapes=({0: BATCH},))
     torch.export.save(program, tmp_path / "prediction.pt2")
     torch.save((x, la(x)), tmp_path / "expected.pt")
     script = f"""
@@ -225,7 +226,7 @@ assert 'laplace' not in sys.modules
 def test_compiled_as_one_graph() -> None:
     la = grid.fitted("all", "diag")
     x, _ = grid.data()
-    compiled = torch.compile(la.export(x[:4]), fullgraph=True, backend="eager", dynamic=True)
+    compiled = torch.compile(laplace.export(la, x[:4]), fullgraph=True, backend="eager", dynamic=True)
     for size in (3, grid.N_DATA):
         assert_close(compiled(x[:size]), la(x[:size]))
 
@@ -245,7 +246,7 @@ def test_onnx(tmp_path: Path) -> None:
     x = torch.randn(6, 1, 6, 6)
     la = Laplace(network, "classification", "all", "kron")
     la.fit([(x, torch.arange(6) % 2)])
-    module = la.export(x[:4], link_approx="bridge")
+    module = laplace.export(la, x[:4], link_approx="bridge")
     program = torch.export.export(module, (x[:4],), dynamic_shapes=({0: BATCH},))
     torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "prediction.onnx"))
     served = runtime.InferenceSession(str(tmp_path / "prediction.onnx"))
@@ -281,7 +282,7 @@ def test_networks_that_depend_on_the_numbers(kind: str, words: str) -> None:
     la = Laplace(Odd(kind), "regression", "last_layer", "diag", last_layer_name="layer")
     la.fit([(x, torch.randn(6, 2))])
     with pytest.raises(UnsupportedError, match=words):
-        la.export(x)
+        laplace.export(la, x)
 
 
 class Packing(nn.Module):
@@ -302,7 +303,7 @@ def test_packed_sequences_are_refused_for_their_lengths() -> None:
     la = Laplace(Packing(), "regression", "last_layer", "diag", last_layer_name="layer")
     la.fit([(x, torch.randn(6, 2))])
     with pytest.raises(UnsupportedError, match="pack_padded_sequence"):
-        la.export(x)
+        laplace.export(la, x)
 
 
 @pytest.mark.parametrize("size", [1, 3, 6])
@@ -312,20 +313,20 @@ def test_networks_that_depend_on_the_size_of_the_batch(size: int) -> None:
     la = Laplace(Odd("size"), "regression", "last_layer", "diag", last_layer_name="layer")
     la.fit([(x, torch.randn(6, 2))])
     with pytest.raises(UnsupportedError, match="size of the batch"):
-        la.export(x[:size])
+        laplace.export(la, x[:size])
 
 
 def test_inputs_that_are_no_example() -> None:
     la = grid.make("last_layer", "kron")
     x, _ = grid.data()
     with pytest.raises(NotFittedError):
-        la.export(x)
+        laplace.export(la, x)
     la.fit(grid.batches())
     with pytest.raises(InvalidData, match="no data"):
-        la.export(x[:0])
+        laplace.export(la, x[:0])
     with pytest.raises(InvalidData, match="no name"):
-        la.export({"a b": x})
+        laplace.export(la, {"a b": x})
     with pytest.raises(UnsupportedError, match="joint"):
-        la.export(x, link_approx="mc", joint=True)
+        laplace.export(la, x, link_approx="mc", joint=True)
     with pytest.raises(UnsupportedError, match="group_size"):
-        la.export(x[:4], joint=True, group_size=2)
+        laplace.export(la, x[:4], joint=True, group_size=2)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import laplace
 from laplace import Laplace, MixtureLaplace
-from laplace.deployment.drawn import DrawnFunction
 from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotFittedError, UnsupportedError
+from laplace.extensions.drawn import DrawnFunction
 from tests import problems as catalogue
 from tests.reference.compare import assert_close
 
@@ -41,7 +42,7 @@ def test_it_is_the_linearised_network_of_every_kind(problem: Any) -> None:
     la = Laplace(model, problem.likelihood, "all", "diag", prior_precision=1.0)
     la.fit(problem.batches(4))
     x = problem.x
-    (function,) = la.draw(1, generator=seeded())
+    (function,) = laplace.draw(la, 1, generator=seeded())
     step = la.sample(1, seeded())[0] - la.expansion_point
     jacobian, f = la.backend.jacobians(x)
     expected = f + (jacobian @ step).view_as(f)
@@ -60,7 +61,7 @@ def test_moments_over_draws_and_calls_are_those_of_the_posterior(weights: str, s
     )
     options |= {"n_subset": 30} if structure == "gp" else {}
     la = fitted(weights, structure, **options)
-    functions = la.draw(10_000, generator=seeded())
+    functions = laplace.draw(la, 10_000, generator=seeded())
     values = torch.cat([DrawnFunction.stacked(functions, x) for x in (X[:2], X[2:])], 1)  # separate calls
     assert torch.equal(values[7, 2], functions[7](X[2:])[0]) or torch.allclose(values[7, 2], functions[7](X[2:])[0])
     mean, covariance = la.predictive_moments(X, joint=True)
@@ -80,28 +81,28 @@ def test_a_refined_posterior_is_drawn_around_its_mode(structure: str) -> None:
     data = [(torch.randn(30, 2, generator=seeded(2)).double(), torch.randn(30, 2, generator=seeded(3)).double())]
     la.fit(data)
     la.refine(data)
-    values = DrawnFunction.stacked(la.draw(4000, generator=seeded()), X)
+    values = DrawnFunction.stacked(laplace.draw(la, 4000, generator=seeded()), X)
     mean, variance = la.predictive_moments(X, diagonal_output=True)
     assert ((values.mean(0) - mean).abs() <= 4 * (variance / 4000).sqrt()).all()
     with pytest.raises(UnsupportedError, match="after refine"):
-        la.draw(1, linearised=False)
+        laplace.draw(la, 1, linearised=False)
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 def test_the_network_at_sampled_weights(weights: str) -> None:
     la = fitted(weights)
-    (function,) = la.draw(1, generator=seeded(), linearised=False)
+    (function,) = laplace.draw(la, 1, generator=seeded(), linearised=False)
     network = copy.deepcopy(la.snapshot().model)
     tensors = list(network.parameters())[-2 if weights == "last_layer" else 0 :]
     nn.utils.vector_to_parameters(la.sample(1, seeded())[0], tensors)
     assert_close(function(X), network(X).detach(), "algebra")
     if weights == "last_layer":
-        assert_close(function(X), la.draw(1, generator=seeded())[0](X), "algebra")
+        assert_close(function(X), laplace.draw(la, 1, generator=seeded())[0](X), "algebra")
 
 
 def test_a_function_is_one_for_ever() -> None:
     la = fitted()
-    function, other = la.draw(2, generator=seeded())
+    function, other = laplace.draw(la, 2, generator=seeded())
     expected = function(X)
     assert not torch.allclose(expected, other(X))
     assert not expected.requires_grad
@@ -117,7 +118,7 @@ def test_a_function_is_one_for_ever() -> None:
 
 def test_it_is_compiled_and_exported() -> None:
     torch._dynamo.reset()
-    (function,) = fitted().draw(1, generator=seeded())
+    (function,) = laplace.draw(fitted(), 1, generator=seeded())
     expected = function(X)
     assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(X), expected, "algebra")
     assert_close(torch.export.export(function, (X,)).module()(X), expected, "algebra")
@@ -145,7 +146,7 @@ def test_the_network_is_untouched() -> None:
     la = Laplace(model, "regression", "all", "diag")
     la.fit([(X, torch.randn(3, 3).double())])
     calls, state = model.calls, copy.deepcopy(model.state_dict())
-    (function,) = la.draw(1)
+    (function,) = laplace.draw(la, 1)
     assert torch.equal(function(X), function(X))
     assert model.calls == calls and model.training
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -157,14 +158,14 @@ def test_no_jacobian_of_many_outputs_is_made() -> None:
     la = Laplace(model, "regression", "all", "diag", channel_dim=1)
     la.fit([(torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8))])
     image = torch.randn(1, 1, 500, 500)
-    values = torch.stack([function(image) for function in la.draw(16)])
+    values = torch.stack([function(image) for function in laplace.draw(la, 16)])
     assert values.shape == (16, 1, 1, 500, 500)
 
 
 def test_functions_of_a_mixture_are_of_its_components() -> None:
     parts = [fitted(), fitted(structure="diag")]
     mixture = MixtureLaplace(parts, weights=[0.25, 0.75])
-    functions = mixture.draw(2000, generator=seeded())
+    functions = laplace.draw(mixture, 2000, generator=seeded())
     values = torch.stack([function(X) for function in functions])
     assert torch.equal(DrawnFunction.stacked(functions[:20], X), values[:20])
     mean, variance = mixture(X, diagonal_output=True)
@@ -206,31 +207,36 @@ def test_bad_input_is_refused() -> None:
     la = fitted()
     for n in (0, -1, 1.5, True, "3"):
         with pytest.raises(InvalidArgument, match="n="):
-            la.draw(n)
+            laplace.draw(la, n)
         with pytest.raises(InvalidArgument, match="n="):
-            MixtureLaplace([fitted(), fitted()]).draw(n)  # pyright: ignore[reportArgumentType]
+            laplace.draw(MixtureLaplace([fitted(), fitted()]), n)  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotFittedError):
-        Laplace(nn.Linear(2, 2), "regression", "all", "diag").draw(1)
+        laplace.draw(Laplace(nn.Linear(2, 2), "regression", "all", "diag"), 1)
     with pytest.raises(InvalidArgument, match="functions"):
         DrawnFunction.stacked([], X)
-    others: list[tuple[Any, str]] = [([1], "int"), ([la.draw(1)[0], 1], "int"), ("ab", "str"), (None, "NoneType")]
+    others: list[tuple[Any, str]] = [
+        ([1], "int"),
+        ([laplace.draw(la, 1)[0], 1], "int"),
+        ("ab", "str"),
+        (None, "NoneType"),
+    ]
     for other, kind in others:
         with pytest.raises(InvalidArgument, match=f"functions are .*{kind}"):
             DrawnFunction.stacked(other, X)
-    for call in (la.draw(1)[0], lambda x: DrawnFunction.stacked(la.draw(2), x)):
+    for call in (laplace.draw(la, 1)[0], lambda x: DrawnFunction.stacked(laplace.draw(la, 2), x)):
         with pytest.raises(InvalidData, match="do not fit the network"):
             call(torch.zeros(3, 5).double())
     with torch.no_grad():
         la.model[0].weight.mul_(2.0)
     with pytest.raises(ModelChangedError):
-        la.draw(1)
+        laplace.draw(la, 1)
     whole = Held()
     la = Laplace(whole, "regression", "all", "diag")
     la.fit([(X, torch.randn(3, 2).double())])
     with pytest.raises(UnsupportedError, match="cannot be copied"):
-        la.draw(1)
+        laplace.draw(la, 1)
     la = Laplace(Custom(), "regression", "all", "diag")
     la.fit([(X, torch.randn(3, 2).double())])
     with pytest.raises(UnsupportedError, match="setup_context"):
-        la.draw(1)[0](X)
-    assert la.draw(1, linearised=False)[0](X).shape == (3, 2)
+        laplace.draw(la, 1)[0](X)
+    assert laplace.draw(la, 1, linearised=False)[0](X).shape == (3, 2)

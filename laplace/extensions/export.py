@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from laplace.core import batch as batches
+from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.core.random_numbers import standard_normal
-from laplace.deployment.graphs import AnySize, traced
 from laplace.errors import InvalidData, InvalidInputs, LaplaceError, UnsupportedError
+from laplace.extensions.asked import posterior_of
+from laplace.extensions.graphs import AnySize, traced
+from laplace.mixture.mixture import MixtureLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.predictive.predict import replayed
 
 Predict = Callable[..., Any]
@@ -163,3 +167,36 @@ def _argument_names(x: Inputs) -> tuple[str, ...]:
         if not isinstance(key, str) or not key.isidentifier():
             raise InvalidData(f"the inputs have the key {key!r}, which is no name of an argument; rename it.")
     return names
+
+
+@checked
+def export(
+    la: ParametricLaplace | MixtureLaplace,
+    example_x: Inputs,
+    *,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> nn.Module:
+    """The prediction `la(x, **options)` as a plain PyTorch module that needs this library no longer.
+
+    The module holds buffers only, takes batches of any size, returns what `la(x)` returns, and can be
+    differentiated with respect to x. It can be passed to `torch.export.export` with a dynamic batch dimension, to
+    `torch.onnx.export` and to `torch.compile(fullgraph=True)`. It is traced at `example_x`, and checked against the
+    prediction there. Random numbers are drawn now and stored: every datum uses the same ones.
+
+    Args:
+        la: A fitted posterior or mixture.
+        example_x: Inputs of at least one datum: a tensor, tuple or mapping. The module is called with the tensors
+            in it: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
+        generator: Random generator of the stored numbers.
+        **options: Options of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidData: No data, or a key that cannot be the name of an argument.
+        UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; or the
+            module's result differs from the prediction.
+    """
+    for part in la.components if isinstance(la, MixtureLaplace) else (la,):
+        posterior_of(part)
+    return exported(la, example_x, generator, options)

@@ -1,0 +1,16 @@
+"""Functions of a posterior that `laplace` gives by name, and where they are: all that is known of them elsewhere."""
+
+EXTENSIONS = {
+    "laplace.extensions.acquisition": "acquire",
+    "laplace.extensions.conformal": "conformal",
+    "laplace.extensions.distances": "kl saliency wasserstein",
+    "laplace.extensions.drawn": "draw",
+    "laplace.extensions.export": "export",
+    "laplace.extensions.influence": "influence label_errors",
+    "laplace.extensions.merging": "from_optimizer merge",
+    "laplace.extensions.projected": "projected",
+}
+"""Module → names that are imported from it when they are first read, separated by spaces."""
+
+NAMES = frozenset(" ".join(EXTENSIONS.values()).split())
+"""All names."""

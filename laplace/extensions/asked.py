@@ -1,0 +1,26 @@
+"""What a question is asked about: the object that users hold, or its posterior as a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from laplace.errors import InvalidType
+from laplace.parametric import ParametricLaplace
+from laplace.posterior.posterior import Posterior
+
+Asked = ParametricLaplace | Posterior
+"""A posterior over weights, as users hold it or as `la.snapshot()`."""
+
+
+def posterior_of(la: Any, name: str = "la") -> Posterior:
+    """The fitted posterior as a value.
+
+    Raises:
+        InvalidType: Another object.
+        NotFittedError: Before `fit`.
+    """
+    if not isinstance(la, ParametricLaplace | Posterior):
+        raise InvalidType(f"{name} is a {type(la).__name__}; a fitted posterior over weights is accepted.")
+    posterior = la if isinstance(la, Posterior) else la.snapshot()
+    posterior.require_fitted()
+    return posterior

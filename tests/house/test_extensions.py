@@ -1,0 +1,46 @@
+"""Extensions stand outside: nothing of the library imports them, and an object says where its question went."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+import laplace
+from laplace import MixtureLaplace
+from laplace.core.extensions import EXTENSIONS, NAMES
+from tests import grid
+from tests.source import PACKAGE
+
+
+def test_nothing_else_imports_extensions() -> None:
+    """But by the lazy names of `laplace`, of which one table knows."""
+    found: list[str] = []
+    for path in PACKAGE.rglob("*.py"):
+        if "extensions" in path.relative_to(PACKAGE).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name}: {name}" for name in names if name.startswith("laplace.extensions")]
+    assert not found
+
+
+@pytest.mark.parametrize("module", EXTENSIONS)
+def test_names_of_the_table_are_there(module: str) -> None:
+    for name in EXTENSIONS[module].split():
+        assert getattr(laplace, name).__module__ == module
+        assert name in laplace.__all__
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_an_object_says_where_its_question_went(name: str) -> None:
+    la = grid.make("all", "diag")
+    for asked in (la, MixtureLaplace([la])):
+        with pytest.raises(AttributeError, match=rf"laplace\.{name}\(la, \.\.\.\)"):
+            getattr(asked, name)
+
+
+def test_another_object_is_refused() -> None:
+    with pytest.raises(laplace.errors.InvalidType, match="fitted posterior over weights"):
+        laplace.saliency(3)  # type: ignore[arg-type]
