@@ -184,14 +184,15 @@ def datamodelling(seed: int, n_halves: int = N_HALVES) -> Figures:
     model.load_state_dict({name: value[-1] for name, value in weights.items()})
     make: Any = Laplace
     found: Figures = {}
-    for name, structure, options in (
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("identity", "diag", {"damping": 1e9}),
         ("kron", "kron", {}),
         ("ekfac", "ekfac", {}),
         ("ekfac, rank 64 of 200 queries", "ekfac", {"rank": 64}),
         ("ekfac, rank 32 of 200 queries", "ekfac", {"rank": 32}),
         ("exact", "matrix_free", {}),
-    ):
+    )
+    for name, structure, options in cases:
         la = make(model, "classification", "all", structure, prior_precision=influence.DELTA)
         la.fit([(x, y)])
         scores = laplace.influence(la, [(x, y)], queries, targets, **options)
@@ -402,7 +403,7 @@ def projected(seed: int) -> Figures:
     loader = list(zip(x.split(100), y.split(100), strict=True))
     la.fit(loader)
     source = torch.Generator().manual_seed(0)
-    kept = laplace.projected(la, loader, 20, generator=source)(test)
+    kept: Any = laplace.projected(la, loader, 20, generator=source)(test)
     network = model(test).detach().softmax(1)
     sampled = la(test, pred_type="nn", n_samples=20, generator=source)
 
