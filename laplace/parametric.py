@@ -75,6 +75,50 @@ Options = dict[str, Any] | None
 Given = float | Tensor | None
 T = TypeVar("T")
 
+_UNLISTED = frozenset(
+    [
+        "H_facs",
+        "asdl_fisher_kwargs",
+        "backend_cls",
+        "backend_kwargs",
+        "channels_known",
+        "check_unchanged",
+        "curvature_of",
+        "dict_key_x",
+        "dict_key_y",
+        "expansion_point",
+        "fingerprint",
+        "forward_fn",
+        "functional_variance_fast",
+        "holding",
+        "is_subset_params",
+        "likelihood_object",
+        "log_det_posterior_precision",
+        "log_det_prior_precision",
+        "log_det_ratio",
+        "marglik",
+        "n_layers",
+        "posterior_scale",
+        "precision_options",
+        "pred_types",
+        "predictive_posterior",
+        "prior",
+        "prior_precision_diag",
+        "problem",
+        "refinement",
+        "restart_H",
+        "scatter",
+        "set_posterior",
+        "square_norm",
+        "start_fit",
+        "structure_kwargs",
+        "structure_options",
+        "unrefined",
+        "weights_type",
+    ]
+)
+"""Members that `dir(la)` leaves out: parts of the contract, and of what extenders read, that nobody is to discover."""
+
 
 class ChoiceAttribute(Generic[T]):
     """An attribute by the name of one of the posterior's `Choices`; assigning it makes another posterior."""
@@ -216,6 +260,10 @@ class BaseLaplace(CheckedConstructor, ABC):
         choices = now.choices.with_loss_of(now.cache.backend)
         copied = replace(now, choices=choices, hypers=now.hypers.detached(), cache=Cache())
         return self.__dict__ | {"_posterior": copied}
+
+    def __dir__(self) -> list[str]:
+        """Names for users, without private ones and those for older scripts and for classes of users."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in _UNLISTED]
 
     # The one reference.
 

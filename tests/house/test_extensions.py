@@ -9,6 +9,7 @@ import pytest
 import laplace
 from laplace import MixtureLaplace
 from laplace.core.extensions import EXTENSIONS, NAMES
+from laplace.errors import InvalidType
 from tests import grid
 from tests.source import PACKAGE
 
@@ -42,5 +43,18 @@ def test_an_object_says_where_its_question_went(name: str) -> None:
 
 
 def test_another_object_is_refused() -> None:
-    with pytest.raises(laplace.errors.InvalidType, match="fitted posterior over weights"):
+    with pytest.raises(InvalidType, match="fitted posterior over weights"):
         laplace.saliency(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+def test_what_is_listed_of_an_object_can_be_read_at_once(weights: str, structure: str) -> None:
+    la = grid.make(weights, structure)
+    listed = dir(la)
+    assert len(listed) <= 60
+    assert {"fit", "predict", "calibrate", "compare", "plan", "coverage", "refine", "forget", "leave_one_out"} <= {
+        *listed
+    }
+    assert not any(name.startswith("_") for name in listed)
+    for name in ("H_facs", "marglik", "functional_variance_fast"):
+        assert name not in listed
