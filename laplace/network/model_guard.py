@@ -210,16 +210,16 @@ def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
         call: The function that calls it, if it is the user's: it may know the network by other ways.
     """
     model = original(model)
-    known = plain(model)
-    with _same_numbers(model), _one_network(model, known):
-        if known is not None and not leads_to(modules_of(model), call):
-            with known.copy(model) as own:
+    modules = modules_of(model)
+    known = plain(modules)
+    with _same_numbers(model), _one_network(modules, known):
+        if known is not None and not leads_to(modules, call):
+            with known.copy(modules) as own:
                 yield own
             return
         if not needs_itself(model, call):
             yield copied(model)
             return
-        modules = modules_of(model)
         with _held(_locks_of(modules, new=True)):
             state = _State(modules)
             with surely(state.restore):
@@ -231,7 +231,7 @@ def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
 def users_own(model: nn.Module) -> Iterator[None]:
     """The network itself in evaluation mode, for foreign code that holds it; it is put back afterwards."""
     modules = modules_of(model)
-    with _held(_locks_of(modules, new=True)), _same_numbers(model), _one_network(model):
+    with _held(_locks_of(modules, new=True)), _same_numbers(model), _one_network(modules):
         state = _State(modules)
         with surely(state.restore):
             state.evaluate()
@@ -246,13 +246,13 @@ def _attends(modules: list[nn.Module]) -> bool:
 
 
 @contextmanager
-def _one_network(model: nn.Module, known: PlainNetwork | None = None) -> Iterator[None]:
+def _one_network(modules: list[nn.Module], known: PlainNetwork | None = None) -> Iterator[None]:
     """Turns PyTorch's fused encoder layers off, which run without gradients only and give zeros where data are padded.
 
     With them a network would be one function where it is differentiated and another where it is not. The switch is one
     of the process: the first call in any thread turns it, the last one puts it back.
     """
-    if not (_attends(modules_of(model)) if known is None else known.found(model, _attends)):
+    if not (_attends(modules) if known is None else known.found(modules, _attends)):
         yield
         return
     with without_fused_layers():
@@ -607,7 +607,8 @@ class _State:
                 table.clear()
                 table.update(content)
         for buffer, value in written:
-            buffer.detach().copy_(value)  # in no block of `no_grad`, which Ctrl-C could leave open
+            # In no block of `no_grad`, which Ctrl-C could leave open; of a sparse one `detach` has indices of its own.
+            (buffer.detach() if buffer.requires_grad else buffer).copy_(value)
 
 
 def _put_back(table: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> None:

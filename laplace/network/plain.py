@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from sys import getrefcount
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -32,78 +32,97 @@ _MOST = 1024
 """Entries of a container of a plain network."""
 
 _WRITTEN = _CONTAINERS - {tuple}
-_TABLES = frozenset(HOOKS) | {"_parameters", "_buffers", "_modules"}
+_FLAGS = ("training", "_is_full_backward_hook")
+_HOOKS_OF = itemgetter(*HOOKS)
 
 _MOST_COPIES = 8
 """Copies of a network that are kept."""
 
 _NOTES = "_notes_of_laplace"
-"""Attribute of a copy's modules that holds what was found out of it."""
+"""Attribute of a copy that holds what was found out of it."""
 
 
 class Held:
-    """What modules hold, buffers apart, to see later whether they hold the same.
+    """What modules hold, buffers apart, to see later whether they hold the very same.
+
+    Equal is not the same: 1 is not True, and a table may have its entries in another order. What may lead to a module
+    by later additions, tables and containers, is not kept, so that nothing here keeps a network alive.
 
     Args:
-        modules: Those of a plain network, or of a copy, each once; they are not kept.
+        modules: Those of a plain network, or of a copy, each once, in the order of its tree.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._own = [module.__dict__ for module in modules]
-        self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._parts = [table for own in self._own for table in (own["_parameters"], own["_modules"]) if table]
-        self._empty = [table for own in self._own for table in (own["_parameters"], own["_modules"]) if not table]
-        self._containers = [
-            value for own in self._own for name, value in own.items() if name not in _TABLES and type(value) in _WRITTEN
-        ]
-        # Tables compare by identity first, and plain values by what they are.
-        self._then = [own.copy() for own in self._own]
-        self._keys, self._values = list(chain.from_iterable(self._parts)), self._present()
-        self._contents = [value.copy() for value in self._containers]
+        own = [module.__dict__ for module in modules]
+        self._types, self._lengths = list(map(type, modules)), list(map(len, own))
+        self._values_of: list[itemgetter[Any]] = []
+        self._tables_of: list[itemgetter[Any]] = []
+        for attributes in own:
+            names = [name for name in attributes if name not in _OWN]
+            containers = [name for name in names if type(attributes[name]) in _WRITTEN]
+            self._values_of.append(itemgetter(*_FLAGS, *(name for name in names if name not in containers)))
+            self._tables_of.append(itemgetter("_parameters", "_modules", *containers))
+        self._values = _got(self._values_of, own)
+        contents, self._shape = _contents(_got(self._tables_of, own))
+        self._places = list(map(id, contents))
+        self._kept = [part for part in contents if not isinstance(part, nn.Module)]  # whose places no others get
 
-    def is_same(self) -> bool:
-        """True if the tables are the very same, with the same parameters and modules, equal values, and no hooks."""
-        if self._own != self._then or any(self._hooks) or any(self._empty) or self._containers != self._contents:
+    def is_same(self, modules: list[nn.Module]) -> bool:
+        """True if these modules hold the same, and no hooks."""
+        own = [module.__dict__ for module in modules]
+        if list(map(type, modules)) != self._types or list(map(len, own)) != self._lengths:
             return False
-        now = self._present()
-        return len(now) == len(self._values) and all(map(is_, now, self._values)) and self._names_are_same()
+        try:
+            if any(chain.from_iterable(map(_HOOKS_OF, own))):
+                return False
+            values, tables = _got(self._values_of, own), _got(self._tables_of, own)
+        except KeyError:  # an attribute has another name
+            return False
+        if not all(map(is_, values, self._values)):
+            return False
+        contents, shape = _contents(tables)
+        return shape == self._shape and list(map(id, contents)) == self._places
 
-    def _present(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._parts)))
 
-    def _names_are_same(self) -> bool:
-        return list(chain.from_iterable(self._parts)) == self._keys
+def _got(getters: list[itemgetter[Any]], own: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(itemgetter.__call__, getters, own)))
+
+
+def _contents(tables: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What is in tables and containers, and their types and sizes."""
+    full = list(filter(None, tables))
+    keyed = [table for table in full if isinstance(table, dict)]
+    contents = [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, keyed))]
+    return contents, [*map(type, tables), *map(len, tables)]
 
 
 class PlainNetwork:
     """What is known of a plain network, and copies of it that no call has at the moment.
 
-    Attributes:
-        buffers: Tables of the buffers of every module.
+    Args:
+        modules: Its own; here and below the network comes first. They are not kept.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._held, self._types = Held(modules), list(map(type, modules))
-        self._below = modules[1:]  # without the network, which nothing here keeps alive
+        self._held = Held(modules)
         self._copies: deque[_Copy] = deque(maxlen=_MOST_COPIES)
         self._found: dict[Any, Any] = {}
-        self.buffers = [module._buffers for module in modules]
 
-    def is_same(self, model: nn.Module) -> bool:
+    def is_same(self, modules: list[nn.Module]) -> bool:
         """True if the network still holds what it did."""
-        return [type(model), *map(type, self._below)] == self._types and self._held.is_same()
+        return self._held.is_same(modules)
 
-    def found(self, model: nn.Module, look: Callable[[list[nn.Module]], T]) -> T:
+    def found(self, modules: list[nn.Module], look: Callable[[list[nn.Module]], T]) -> T:
         """What a look at the modules finds, at all but their buffers; it is taken once."""
         if look not in self._found:
-            self._found[look] = look([model, *self._below])
+            self._found[look] = look(modules)
         return self._found[look]
 
     @contextmanager
-    def copy(self, model: nn.Module) -> Iterator[nn.Module]:
+    def copy(self, modules: list[nn.Module]) -> Iterator[nn.Module]:
         """A copy in evaluation mode, for one block alone; one that the block has changed is not used again."""
-        copy = self._free() or _Copy(model)
-        copy.fill(self.buffers)
+        copy = self._free() or _Copy(modules[0])
+        copy.fill([module._buffers for module in modules])
         yield copy.module
         if copy.is_same():
             self._copies.append(copy)
@@ -154,7 +173,7 @@ class _Copy:
 
     def is_same(self) -> bool:
         """True if nothing was written to the copy but its buffers."""
-        return self._held.is_same()
+        return self._held.is_same(self._modules)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, PlainNetwork | int] = weakref.WeakKeyDictionary()
@@ -163,16 +182,16 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, PlainNetwork | int] = weakref.WeakK
 _PASSES = 64
 
 
-def plain(model: nn.Module) -> PlainNetwork | None:
-    """What is known of a network, if it is a plain one that can be copied; else None."""
+def plain(modules: list[nn.Module]) -> PlainNetwork | None:
+    """What is known of the network of these modules, if it is a plain one that can be copied; else None."""
+    model = modules[0]
     known = _KNOWN.get(model, 0)
     if isinstance(known, PlainNetwork):
-        if known.is_same(model):
+        if known.is_same(modules):
             return known
     elif known > 0:
         _KNOWN[model] = known - 1
         return None
-    modules = modules_of(model)
     is_plain = all(map(_is_plain, modules)) and not any(model in module._modules.values() for module in modules)
     if not is_plain or has_sharded_weights(model) or needs_itself(model):
         _KNOWN[model] = _PASSES

@@ -449,13 +449,10 @@ class ModelState:
     def of(cls, model: nn.Module, call: object = None) -> ModelState:
         """That of a model now, and of the function that calls it."""
         with model_lock(model):
-            known = plain(model)
-            if known is None:
-                modules = modules_of(model)
-                found, tables = _settings_of(modules), [module._buffers for module in modules]
-            else:
-                found, tables = known.found(model, _settings_of), known.buffers
-            whole = _each_once(found.parameters, tables)
+            modules = modules_of(model)
+            known = plain(modules)
+            found = _settings_of(modules) if known is None else known.found(modules, _settings_of)
+            whole = _each_once(found.parameters, [module._buffers for module in modules])
             tensors = local_parts(whole)
             if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
                 return cls(_versions(tensors), _norms(tensors), None)
@@ -514,6 +511,7 @@ def _settings_of(modules: list[nn.Module]) -> _Settings:
         for name, value in vars(module).items():
             if name not in _OWN or (value and name not in _NO_HOOKS):
                 found.add(name, value, 0)
+    found._seen.clear()  # what is kept of a plain network keeps no list of the user's, which may lead to it one day
     return found
 
 
