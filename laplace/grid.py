@@ -41,7 +41,6 @@ from laplace.parametric import (
     KronAttributes,
     LastLayerAttributes,
     LowRankAttributes,
-    MatrixFreeAttributes,
     NamedPosterior,
     Options,
     SubnetworkAttributes,
@@ -190,7 +189,8 @@ ROWS: dict[str, Row] = {
     ),
     "matrix_free": Row(
         "MatrixFree{}Laplace", "the full curvature by matrix–vector products, without forming the matrix",
-        'Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.', MatrixFreeAttributes,
+        'Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.',
+        "laplace.extensions.matrix_free:MatrixFreePosterior",
     ),
     "sod": Row(
         "Functional{}Laplace", "as a Gaussian process on a subset of the data", None,

@@ -16,6 +16,7 @@ from laplace.enums import (
     StructureName,
     SubsetOfWeights,
 )
+from laplace.extensions.matrix_free import MatrixFreePosterior
 from laplace.function_space.posteriors import (
     BaseFunctionalLaplace,
     NystromPosterior,
@@ -29,7 +30,6 @@ from laplace.parametric import (
     KronAttributes,
     LastLayerAttributes,
     LowRankAttributes,
-    MatrixFreeAttributes,
     NamedPosterior,
     Options,
     ParametricLaplace,
@@ -239,7 +239,7 @@ class LowRankKronLaplace(ParametricLaplace):
     diagonal of the curvature in their basis (Lee et al., 2020).
     """
 
-class MatrixFreeLaplace(MatrixFreeAttributes):
+class MatrixFreeLaplace(MatrixFreePosterior):
     """All weights, the full curvature by matrix–vector products, without forming the matrix.
 
     Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.

@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from laplace.compat.kron import Kron
     from laplace.core.batch import WeightFn
     from laplace.refinement.leave_one_out import LeaveOneOut
-    from laplace.structures.krylov import SolveReport
     from laplace.tuning.group import PosteriorGroup
 
 
@@ -1314,22 +1313,3 @@ class LowRankAttributes(NamedPosterior):
             NotFittedError: Before `fit`.
         """
         return self.fitted().curvature.residual
-
-
-class MatrixFreeAttributes(NamedPosterior):
-    """What every posterior by matrix–vector products has."""
-
-    @property
-    def solve_reports(self) -> dict[str, SolveReport]:
-        """Accuracy of the last iterative solves: their residuals, and the standard error of the log determinant.
-
-        Keys are `"variances"`, `"samples"`, `"log determinant"` and `"solutions"`, as far as computed since the fit.
-        Empty if the network is so small that the matrix was formed (`dense_below`): results are exact then.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        from laplace.structures.matrix_free import MatrixFreeCurvature
-
-        curvature = self.fitted().curvature
-        return curvature.reports if isinstance(curvature, MatrixFreeCurvature) else {}

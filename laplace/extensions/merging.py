@@ -124,10 +124,11 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
         la.check_unchanged()
         posterior, structure = la.snapshot(), la.structure
         posterior.refuse_calibrated(f"merge, of which posterior {number} is calibrated")
-        if structure.asks_network or structure.refined_by_kernels:
+        structure.require_stored("merge")
+        if structure.refined_by_kernels:
             raise UnsupportedError(
-                f"merge with hessian_structure={structure.name!r}, whose curvature is no sum over data that is stored; "
-                "use 'kron', 'ekfac', 'diag', 'block' or 'full'."
+                f"merge with hessian_structure={structure.name!r}, whose curvature is no sum over data; use 'kron', "
+                "'ekfac', 'diag', 'block' or 'full'."
             )
         difference = _difference(given[0], la)
         if difference:

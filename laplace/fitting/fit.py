@@ -283,7 +283,7 @@ def _refuse_unsupported(posterior: Posterior, options: FitOptions) -> None:
     if posterior.weights.fsdp_processes is None:
         require_unsharded(posterior.model)  # that were spread only after the object was made
     if options.processes is not None:
-        posterior.require_stored_curvature("group=, of which each process has a shard,")
+        posterior.choices.structure.require_stored("group=, of which each process has a shard,")
         if hooked or options.subset is not None:
             raise UnsupportedError(
                 f"group= with {loop}, which uses the data of one process only; leave group at None in a process that "

@@ -570,15 +570,6 @@ class Posterior:
         """The call of the network on inputs; its outputs are as it returns them."""
         return batches.caller(self.model, self.choices.forward_fn, self.choices.dict_key_y) or batches.call
 
-    def require_stored_curvature(self, what: str) -> None:
-        """Refuses `what` takes a curvature that is stored, of a structure that asks the network for products."""
-        if self.choices.structure.asks_network:
-            raise UnsupportedError(
-                f"{what} with hessian_structure={self.choices.structure.name!r}, which asks the network, with the "
-                "weights of the fit, for products over all data; use 'kron', 'diag' or 'full', whose curvature is "
-                "stored."
-            )
-
     @property
     def problem(self) -> Problem:
         """The network and its random tensors, as backends see them."""
@@ -674,14 +665,16 @@ class Posterior:
 
     @property
     def _precision_options(self) -> dict[str, Any]:
-        """Options of the structure's precisions; of one that asks the network, which must be as it was, its engine."""
+        """Options of the structure's precisions."""
         options = self.choices.precision_options
         if options.get("damping"):
             options = options | {"n_data": self.fit.n_data}
-        if not self.choices.structure.asks_network:
-            return options
+        return options | self.choices.structure.options_of_network(self._engine_of_fit)
+
+    def _engine_of_fit(self) -> CurvatureEngine:
+        """The engine, of a network that is as it was fitted."""
         self.check_unchanged()
-        return options | {"engine": self.engine}
+        return self.engine
 
     def log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, with its graph."""

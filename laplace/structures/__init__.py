@@ -22,7 +22,7 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.structures.kron": "KronCurvature",
         "laplace.structures.low_rank": "LowRankCurvature",
         "laplace.structures.lowrank_kron": "LowRankKronCurvature",
-        "laplace.structures.matrix_free": "MatrixFreeCurvature",
+        "laplace.extensions.matrix_free": "MatrixFreeCurvature",
         "laplace.structures.precision": "Precision",
     },
     own="FAMILIES STRUCTURES",
@@ -36,7 +36,7 @@ STRUCTURES.refer("block", "laplace.structures.block:BlockCurvature")
 STRUCTURES.refer("lowrank", "laplace.structures.low_rank:LowRankCurvature")
 STRUCTURES.refer("ekfac", "laplace.structures.ekfac:EkfacCurvature")
 STRUCTURES.refer("lowrank_kron", "laplace.structures.lowrank_kron:LowRankKronCurvature")
-STRUCTURES.refer("matrix_free", "laplace.structures.matrix_free:MatrixFreeCurvature")
+STRUCTURES.refer("matrix_free", "laplace.extensions.matrix_free:MatrixFreeCurvature")
 
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
 FAMILIES.refer("sod", "laplace.structures.gp.subset:SubsetCurvature")

@@ -118,7 +118,6 @@ class Curvature(ABC):
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
-        asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
         holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
         by_layer: Whether its sums take inputs and output gradients of one layer at a time, which hooks see also of a
             network that is spread over processes.
@@ -141,7 +140,6 @@ class Curvature(ABC):
     refined_by_kernels: bool = False
     holds_every_input: bool = True
     is_wide: bool = False
-    asks_network: bool = False
     holds_inputs: bool = False
     by_layer: bool = False
     has_factors: bool = False
@@ -272,6 +270,25 @@ class Curvature(ABC):
         return 1.0
 
     # The posterior.
+
+    @classmethod
+    def require_stored(cls, what: str) -> None:
+        """Refuses `what` takes a curvature that is stored, of a structure that asks the network of the fit for it.
+
+        Raises:
+            UnsupportedError: It is of such a structure.
+        """
+        del what
+
+    @classmethod
+    def options_of_network(cls, engine: Callable[[], CurvatureEngine]) -> dict[str, Any]:
+        """Further options of its precisions, of a structure that asks the network for them.
+
+        Args:
+            engine: Gives the engine of the network, which must have the weights of the fit.
+        """
+        del engine
+        return {}
 
     @abstractmethod
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +26,6 @@ from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.structures import subspace
 from laplace.structures.low_rank import Subspace
-
-if TYPE_CHECKING:
-    from laplace.structures.matrix_free import DataProducts
 
 Linear = Callable[[Tensor], Tensor]
 """A linear function of vectors `[R, P]`, which gives new tensors of the same shape."""
@@ -214,18 +210,24 @@ _SKETCH_BYTES = 2**29
 """Bytes of the directions at most: of the largest networks fewer are kept."""
 
 
-def sketch(products: DataProducts, rank: int, seed: int) -> Subspace:
-    """Dominant eigenpairs of Σ_e H_e, by one step of subspace iteration from random vectors."""
-    like, n_params = products.like, products.n_params
+def sketch(product: Linear, n_params: int, like: Tensor, rank: int, seed: int) -> Subspace:
+    """Dominant eigenpairs of a matrix of P rows, by one step of subspace iteration from random vectors.
+
+    Args:
+        product: Multiplies vectors by it.
+        n_params: P.
+        like: A tensor of the dtype and on the device of the vectors.
+        rank: How many.
+        seed: Of the random vectors.
+    """
     rank = min(rank, n_params, _SKETCH_BYTES // (like.element_size() * n_params))
     width = min(rank + _OVERSAMPLING, n_params) if rank else 0
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         basis = subspace.orthonormalise_(standard_normal((width, n_params), like, generator))
-        one = like.new_ones(1)
         if width:
-            basis = subspace.orthonormalise_(products.curved(basis, one))
-        pairs = subspace.rayleigh_ritz_(basis, products.curved(basis, one) if width else basis)
+            basis = subspace.orthonormalise_(product(basis))
+        pairs = subspace.rayleigh_ritz_(basis, product(basis) if width else basis)
         count = int((pairs.values > 0).long().cumprod(0)[:rank].sum())
         return Subspace(pairs.vectors[:count].clone(), torch.diag(pairs.values[:count]).unsqueeze(0))
 

@@ -374,7 +374,7 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
         NotFittedError: The last layer is not known yet.
         UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
     """
-    la.snapshot().require_stored_curvature("a penalty on weights that train on")
+    la.structure.require_stored("a penalty on weights that train on")
     theta = random_weights(la) if theta is None else theta
     if not la.is_fitted:
         return 0.5 * la.prior.quad(theta)
@@ -513,7 +513,7 @@ class TaskMemory(CheckedConstructor):
             InvalidArgument: The posterior was fitted to other data, or has other random weights.
             UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
         """
-        la.snapshot().require_stored_curvature("a penalty on weights that train on")
+        la.structure.require_stored("a penalty on weights that train on")
         layout = _layout_of(la)
         if self._layout not in (None, layout):
             raise InvalidArgument(

@@ -38,7 +38,7 @@ SHARDS = {"uneven": [(0, 12), (12, 23)], "one without data": [(0, 4), (4, 4), (4
 BACKENDS: dict[str, Any] = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
 CELLS = [
     (weights, structure, "ggn") for weights in ("all", "last_layer", "subnetwork") for structure in STRUCTURES
-    if not STRUCTURES[structure].asks_network
+    if structure != "matrix_free"
 ] + [("all", structure, kind) for structure in ("full", "kron", "diag") for kind in ("ef", "hessian")
      if (structure, kind) != ("kron", "hessian")]  # fmt: skip
 

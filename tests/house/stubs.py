@@ -69,6 +69,7 @@ from laplace.enums import (
     StructureName,
     SubsetOfWeights,
 )
+from laplace.extensions.matrix_free import MatrixFreePosterior
 from laplace.function_space.posteriors import (
     BaseFunctionalLaplace,
     NystromPosterior,
@@ -82,7 +83,6 @@ from laplace.parametric import (
     KronAttributes,
     LastLayerAttributes,
     LowRankAttributes,
-    MatrixFreeAttributes,
     NamedPosterior,
     Options,
     ParametricLaplace,

@@ -28,6 +28,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, StateError, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.parametric import NamedPosterior
 from laplace.structures import krylov
 from laplace.structures.base import Curvature, DataPass, Recent, require_finite
 from laplace.structures.cost import Cost
@@ -259,7 +260,11 @@ class System:
 
     @cached_property
     def _sketch(self) -> Subspace:
-        return krylov.sketch(self.products, self.options.rank, self.options.seed)
+        products, options = self.products, self.options
+        one = products.like.new_ones(1)
+        return krylov.sketch(
+            lambda vectors: products.curved(vectors, one), products.n_params, products.like, options.rank, options.seed
+        )
 
     @cached_property
     def full(self) -> FullCurvature:
@@ -611,7 +616,6 @@ class MatrixFreeCurvature(Curvature):
     chosen: MatrixFreeOptions  # Options
     name = "matrix_free"
     options = MatrixFreeOptions
-    asks_network = True
     holds_inputs = True
     needs_columns = True
 
@@ -673,6 +677,17 @@ class MatrixFreeCurvature(Curvature):
         return replace(self, factors=None if self.factors is None else self.factors.scaled(factor), data=data)
 
     # The posterior.
+
+    @classmethod
+    def require_stored(cls, what: str) -> None:
+        raise UnsupportedError(
+            f"{what} with hessian_structure='matrix_free', which asks the network, with the weights of the fit, for "
+            "products over all data; use 'kron', 'diag' or 'full', whose curvature is stored."
+        )
+
+    @classmethod
+    def options_of_network(cls, engine: Callable[[], CurvatureEngine]) -> dict[str, Any]:
+        return {"engine": engine()}
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         """The posterior precision.
@@ -788,3 +803,20 @@ class _Holding(DataPass):
         n_terms = self.data[0].shape[1] if self.engine.split_outputs else 1
         factors = None if self.factors is None else self.factors.kept()
         return MatrixFreeCurvature(n_terms, factors, tuple(self.data), mean.to(dtype), self.options)
+
+
+class MatrixFreePosterior(NamedPosterior):
+    """What every posterior by matrix–vector products has."""
+
+    @property
+    def solve_reports(self) -> dict[str, SolveReport]:
+        """Accuracy of the last iterative solves: their residuals, and the standard error of the log determinant.
+
+        Keys are `"variances"`, `"samples"`, `"log determinant"` and `"solutions"`, as far as computed since the fit.
+        Empty if the network is so small that the matrix was formed (`dense_below`): results are exact then.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        curvature = self.fitted().curvature
+        return curvature.reports if isinstance(curvature, MatrixFreeCurvature) else {}

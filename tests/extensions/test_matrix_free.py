@@ -15,8 +15,9 @@ from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
 from laplace.engines.native import products
 from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
-from laplace.structures import krylov, matrix_free
-from laplace.structures.matrix_free import MatrixFreeOptions
+from laplace.extensions import matrix_free
+from laplace.extensions.matrix_free import MatrixFreeOptions
+from laplace.structures import krylov
 from tests import grid
 from tests.reference import curvature as reference
 from tests.reference import evidence as truth
