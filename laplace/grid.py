@@ -209,7 +209,7 @@ ROWS: dict[str, Row] = {
     ),
     "variational": Row(
         "{}VaLLA", "by a sparse variational posterior with M inducing points", None,
-        f"{_OVER_FUNCTIONS}VariationalPosterior",
+        "laplace.extensions.valla:VariationalPosterior",
         {
             weights: f"inducing_locations num_inducing inducing_classes {order} backend_kwargs seed alpha "
             f"mc_softmax_samples * forward_fn{more}"

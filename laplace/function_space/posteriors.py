@@ -26,17 +26,14 @@ from laplace.enums import (
     TuningMethod,
     TuningMethodName,
 )
-from laplace.errors import InvalidArgument, NotFittedError
-from laplace.fitting.fit import FitOptions, check_override, fit
-from laplace.function_space.variational import Energy, Inducing, InducingPass, VariationalCurvature
-from laplace.function_space.variational_training import LEARNT, Training
+from laplace.errors import InvalidArgument
+from laplace.fitting.fit import FitOptions, fit
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import NamedPosterior
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
 from laplace.structures.base import Precision
-from laplace.structures.dual import JointPrecision
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.tuning.candidates import Losses
 from laplace.tuning.losses import Validation, find_score
@@ -243,7 +240,7 @@ class NystromPosterior(BaseFunctionalLaplace):
             prior = GaussianPrior(self.prior_precision.detach(), self.prior_mean.detach(), engine.problem.layout)
             precision = curvature.precision(scale.expand(curvature.n_terms), prior)
             history["processed_examples"].append(seen)
-            loss = _held_out_nll(self.snapshot(), engine, precision, self.sigma_noise.detach(), val_loader or ())
+            loss = held_out_nll(self.snapshot(), engine, precision, self.sigma_noise.detach(), val_loader or ())
             history["val_nll"].append(loss)
 
         watch = None if val_loader is None else Watch(record, val_steps)
@@ -295,149 +292,10 @@ class NystromPosterior(BaseFunctionalLaplace):
         return result
 
 
-class VariationalPosterior(BaseFunctionalLaplace):
-    """All weights, by a sparse variational posterior with M inducing points: VaLLA (after Ortega et al., 2024).
-
-    The predictive mean is the network's output. The covariance between outputs is J (δ + J_Zᵀ L Lᵀ J_Z)⁻¹ Jᵀ, with the
-    Jacobians J_Z at the inducing points Z and a lower-triangular matrix L. `fit` trains L, Z, the prior precision and
-    the noise by Adam, on α-energies of the data plus the divergence from the prior. The evidence is the lower bound
-    `elbo`.
-
-    Privacy: saved states and pickles hold the inducing points, which may be training data, and the inputs of the layers
-    there.
-
-    Args:
-        inducing_locations: Initial inducing points: inputs of M data; `"random"`, a random choice of training data; or
-            `"kmeans"`, cluster centres of them. A floating-point tensor is trained, other inputs stay fixed.
-        num_inducing: M, with `"random"` and `"kmeans"`.
-        inducing_classes: Index of the output that each inducing point stands for, `[M]`. None: output 0; with
-            `"random"` and `"kmeans"` the label of the datum, or all outputs in turn if the targets are no labels.
-        sigma_noise: Initial standard deviation σ of the observation noise (regression).
-        prior_precision: Initial inverse variance δ of the prior, one number.
-        backend: A GGN backend; None for the native one.
-        backend_kwargs: Its options.
-        seed: Seed of the choice of inducing points and of samples.
-        alpha: α of the energies: 0 gives the evidence lower bound, 1 the predictive density.
-        mc_softmax_samples: Number of samples in the energies of a likelihood without noise; 0 for the probit
-            approximation, which needs α = 1.
-
-    Raises:
-        InvalidArgument: A value that is not accepted.
-    """
-
-    num_inducing = property(attrgetter("structure_options.num_inducing"), doc="M, if it was given.")
-    alpha = property(attrgetter("structure_options.alpha"), doc="α of the energies.")
-    mc_softmax_samples = property(attrgetter("structure_options.mc_softmax_samples"), doc="Samples of the energies.")
-    seed = property(attrgetter("structure_options.seed"), doc="Seed of inducing points and samples.")
-    fit_history_: dict[str, list[float]]
-
-    def _construct(self, given: Mapping[str, Any]) -> None:
-        super()._construct(given)
-        Energy(self.likelihood_object, self.alpha, self.mc_softmax_samples)  # refused now, not at fit
-        self.fit_history_ = {}
-
-    @checked
-    def fit(
-        self,
-        train_loader: Iterable[Any],
-        override: bool = True,
-        progress_bar: bool = False,
-        *,
-        iterations: int = 100,
-        lr: float = 1e-3,
-        n_epochs: int | None = None,
-        val_loader: Iterable[Any] | None = None,
-        val_steps: int | None = None,
-        learn: Sequence[str] = LEARNT,
-        **options: Any,
-    ) -> None:
-        """Trains the posterior, and assigns the learnt prior precision and noise.
-
-        The loader is read once to count the data (and to choose inducing points), then for training, with one step of
-        Adam per batch, and once more for the evidence lower bound.
-
-        Args:
-            train_loader: The training data, as in `ParametricLaplace.fit`; it must be readable several times.
-            override: Start again with new L and inducing points; False continues from the former ones. Hyper-parameters
-                continue from their present values in both cases.
-            progress_bar: Show a progress bar for each pass over the data.
-            iterations: Number of Adam steps; 0 keeps the initial L.
-            lr: Step size of Adam, for L, log δ, log σ² and the inducing points.
-            n_epochs: Number of passes over the data, instead of `iterations`.
-            val_loader: Validation data, whose negative log predictive density is recorded in
-                `fit_history_["val_nll"]`.
-            val_steps: Number of steps between records; None for one record at the end.
-            learn: Which of `"prior_precision"`, `"sigma_noise"` and `"inducing_locations"` are learnt besides L.
-            **options: Further options of `ParametricLaplace.fit`, except `decay`.
-
-        Raises:
-            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
-            InvalidArgument: A value that is not accepted, or a loader that can be read only once.
-            UnsupportedError: More than one prior precision.
-            CurvatureError: The training diverged.
-        """
-        history: dict[str, list[float]] = {"objective": [], "val_step": [], "val_nll": []}
-        training = Training(
-            iterations, n_epochs, lr, learn, self.prior_precision.detach(), self.sigma_noise.detach(),
-            self.temperature.detach(), lambda problem: (problem.mean() - self.prior_mean.detach()).square().sum(),
-            self.seed, self._watch(val_loader, history), val_steps, history["objective"],
-        )  # fmt: skip
-        check_override(override)
-        check_call(super().fit, "fit", (train_loader,), options)
-        former = self._trained if self.is_fitted and not override else None
-        how = FitOptions(
-            progress_bar=progress_bar, **options,
-            first_pass=lambda engine: InducingPass(engine, self.structure_options, training, former),
-        )  # fmt: skip
-        self.set_posterior(fit(self.snapshot(), train_loader, how).assigned(**training.learnt))
-        self.fit_history_ = history
-
-    def _watch(self, val_loader: Iterable[Any] | None, history: dict[str, list[float]]) -> Any:
-        """Callback that records the negative log predictive density of validation data."""
-        if val_loader is None:
-            return None
-
-        def watch(engine: CurvatureEngine, inducing: Inducing, delta: Tensor, sigma: Tensor, step: int) -> None:
-            like = self.prior_precision.detach()
-            prior = GaussianPrior(delta.to(like).reshape(1), self.prior_mean.detach(), engine.problem.layout)
-            precision = JointPrecision((inducing,), like.new_ones(1), prior, like.dtype)
-            history["val_step"].append(step)
-            history["val_nll"].append(_held_out_nll(self.snapshot(), engine, precision, sigma, val_loader))
-
-        return watch
-
-    @property
-    def _trained(self) -> VariationalCurvature:
-        curvature = self.fitted().curvature
-        if not isinstance(curvature, VariationalCurvature):
-            raise NotFittedError("this VaLLA is not fitted; call fit(train_loader) first.")
-        return curvature
-
-    @property
-    def inducing_locations(self) -> Inputs:
-        """The trained inducing points; before `fit` the argument."""
-        return self._trained.places.x if self.is_fitted else self.structure_options.inducing_locations
-
-    @property
-    def inducing_classes(self) -> Tensor | None:
-        """Index of the output of each inducing point, `[M]`; before `fit` the argument."""
-        return self._trained.places.classes if self.is_fitted else self.structure_options.inducing_classes
-
-    @property
-    def L(self) -> Tensor:
-        """The lower-triangular matrix L, `[M, M]`, float64."""
-        return self._trained.inducing.root
-
-    @property
-    def elbo(self) -> Tensor:
-        """The evidence lower bound of all data, 0-dim; it is also `log_marginal_likelihood()`."""
-        return self.log_marginal_likelihood().detach()
-
-
 # Scores on data that a posterior has not seen.
 
 
-def _held_out_nll(
+def held_out_nll(
     posterior: Posterior, engine: CurvatureEngine, precision: Precision, sigma_noise: Tensor, loader: Iterable[Any]
 ) -> float:
     """Mean negative log predictive density, of a regression with its noise, else by the probit approximation."""

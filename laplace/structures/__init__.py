@@ -41,4 +41,4 @@ STRUCTURES.refer("matrix_free", "laplace.extensions.matrix_free:MatrixFreeCurvat
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
 FAMILIES.refer("sod", "laplace.structures.gp.subset:SubsetCurvature")
 FAMILIES.refer("nystrom", "laplace.structures.gp.nystrom:NystromCurvature")
-FAMILIES.refer("variational", "laplace.function_space.variational:VariationalCurvature")
+FAMILIES.refer("variational", "laplace.extensions.valla:VariationalCurvature")

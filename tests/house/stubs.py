@@ -70,11 +70,11 @@ from laplace.enums import (
     SubsetOfWeights,
 )
 from laplace.extensions.matrix_free import MatrixFreePosterior
+from laplace.extensions.valla import VariationalPosterior
 from laplace.function_space.posteriors import (
     BaseFunctionalLaplace,
     NystromPosterior,
     SubsetPosterior,
-    VariationalPosterior,
 )
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import (

@@ -18,7 +18,7 @@ from laplace import Laplace
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import Unit, in_slices
 from laplace.errors import ApproximationWarning, LaplaceWarning, OutOfMemory, TuningWarning
-from laplace.function_space.variational_training import k_means
+from laplace.extensions.valla_training import k_means
 from laplace.predictive.prediction import quantile
 from laplace.refinement import linear_model, refine
 from laplace.structures import krylov

@@ -15,8 +15,8 @@ from laplace import Laplace, LLVaLLA, VaLLA
 from laplace.core.gaussian import Gaussian
 from laplace.curvature import NativeEF
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError
-from laplace.function_space.variational import Energy
-from laplace.function_space.variational_training import Training, Variables, k_means, objective
+from laplace.extensions.valla import Energy
+from laplace.extensions.valla_training import Training, Variables, k_means, objective
 from laplace.likelihoods import get_likelihood
 from tests import problems as catalogue
 from tests.reference import curvature as reference
