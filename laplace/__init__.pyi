@@ -12,12 +12,14 @@ from laplace.enums import (
     TuningMethod,
 )
 from laplace.extensions.acquisition import acquire
+from laplace.extensions.confidence import confidence_bound
 from laplace.extensions.conformal import conformal
 from laplace.extensions.distances import kl, saliency, wasserstein
 from laplace.extensions.drawn import draw
 from laplace.extensions.export import export
 from laplace.extensions.influence import influence, label_errors
 from laplace.extensions.merging import from_optimizer, merge
+from laplace.extensions.mimo import MimoBatches, from_mimo, mimo_loss, mimo_outputs
 from laplace.extensions.projected import projected
 from laplace.grid import (
     ELLA,
@@ -105,6 +107,7 @@ __all__ = [
     "MatrixFreeLLLaplace",
     "MatrixFreeLaplace",
     "MatrixFreeSubnetLaplace",
+    "MimoBatches",
     "MixtureLaplace",
     "OnlineLaplace",
     "ParametricLaplace",
@@ -116,9 +119,11 @@ __all__ = [
     "TuningMethod",
     "VaLLA",
     "acquire",
+    "confidence_bound",
     "conformal",
     "draw",
     "export",
+    "from_mimo",
     "from_optimizer",
     "influence",
     "kl",
@@ -126,6 +131,8 @@ __all__ = [
     "load",
     "marglik_training",
     "merge",
+    "mimo_loss",
+    "mimo_outputs",
     "projected",
     "saliency",
     "wasserstein",

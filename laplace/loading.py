@@ -16,10 +16,9 @@ from laplace.core.registry import Cell
 from laplace.errors import InvalidArgument, InvalidCall, InvalidType, LaplaceError, StateError
 from laplace.grid import class_of
 from laplace.mixture import MixtureLaplace
-from laplace.mixture.mimo import HeadCall
 from laplace.network.model_guard import require_module, unwrap
 from laplace.parametric import ParametricLaplace
-from laplace.saving import described, outline
+from laplace.saving import CALLS, described, outline
 from laplace.weights.last_layer import network_of
 
 _COMPARED = ("likelihood", "backend")
@@ -131,8 +130,9 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
             f"its class {recipe['cls_name']!r} is not registered; for {recipe['cell']} Laplace(...) has "
             f"{described(cls)}."
         )
-    if "head" in recipe:
-        own["forward_fn"] = HeadCall(*recipe["head"])
+    for name in CALLS:
+        if name in recipe:
+            own["forward_fn"] = CALLS[name](*recipe[name])
     return cls(model, **recipe["arguments"], **own)
 
 

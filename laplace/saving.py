@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from torch import nn
 
 from laplace.core import nested
 from laplace.core.arguments import check_flag
-from laplace.core.registry import Cell
+from laplace.core.batch import ForwardFn
+from laplace.core.registry import Cell, Registry
 from laplace.curvature.interface import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock
@@ -29,6 +30,10 @@ _IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
 
 _LAYERS = "torch.nn."
 """Where PyTorch's own layers are, whose names do not change."""
+
+CALLS: Registry[Callable[..., ForwardFn]] = Registry("forward_fn")
+"""Calls of a network that files of mixtures hold: dataclasses of plain values, by their `saved_as`."""
+CALLS.refer("head", "laplace.extensions.mimo:HeadCall")
 
 _INSTEAD = "save its state, torch.save(la.state_dict(), path), and load that into an object that you make"
 

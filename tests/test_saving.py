@@ -202,7 +202,7 @@ def test_mixtures_come_back(weights: Any, path: Path) -> None:
 def test_heads_of_one_network_come_back(path: Path) -> None:
     model = nn.Linear(6, 6)
     for subset in ("last_layer", "all"):
-        mixture = MixtureLaplace.from_mimo(model, 2, "classification", subset, last_layer_name="")
+        mixture = laplace.from_mimo(model, 2, "classification", subset, last_layer_name="")
         mixture.fit(grid.batches())
         mixture.save(path)
         again = laplace.load(path, model)

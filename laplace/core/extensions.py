@@ -2,12 +2,14 @@
 
 EXTENSIONS = {
     "laplace.extensions.acquisition": "acquire",
+    "laplace.extensions.confidence": "confidence_bound",
     "laplace.extensions.conformal": "conformal",
     "laplace.extensions.distances": "kl saliency wasserstein",
     "laplace.extensions.drawn": "draw",
     "laplace.extensions.export": "export",
     "laplace.extensions.influence": "influence label_errors",
     "laplace.extensions.merging": "from_optimizer merge",
+    "laplace.extensions.mimo": "MimoBatches from_mimo mimo_loss mimo_outputs",
     "laplace.extensions.projected": "projected",
 }
 """Module → names that are imported from it when they are first read, separated by spaces."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from laplace.core.arguments import CheckedConstructor, check_counts, checked
+from laplace.core import nested
+from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
@@ -34,7 +35,6 @@ from laplace.enums import (
 from laplace.errors import InvalidArgument, InvalidType, StateError
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood
-from laplace.mixture import mimo
 from laplace.network.model_guard import own_precision
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.calibration import Calibration
@@ -43,12 +43,11 @@ from laplace.predicting import Predicting
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.predict import replayed
 from laplace.predictive.prediction import Prediction, mixed
-from laplace.saving import Recipe, Saved
+from laplace.saving import CALLS, Recipe, Saved
 from laplace.structures.base import Curvature
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data
 from laplace.tuning.tunable import Tunable
 from laplace.weights.base import Weights
-from laplace.weights.last_layer import network_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,54 +95,6 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
     ) -> None:
         self.components = _components(components, likelihood, subset_of_weights, hessian_structure, options)
         self._rule: Rule = _checked_rule(weights, len(self.components))
-
-    @classmethod
-    def from_mimo(
-        cls,
-        model: nn.Module,
-        n_heads: int,
-        likelihood: Likelihood | LikelihoodName = "classification",
-        subset_of_weights: WeightsName = SubsetOfWeights.LAST_LAYER,
-        hessian_structure: StructureName | type[Curvature] = HessianStructure.FULL,
-        *,
-        last_layer_name: str | None = None,
-        example: Tensor | None = None,
-        weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
-        **options: Any,
-    ) -> MixtureLaplace:
-        """A multi-input multi-output network (MIMO; Havasi et al., 2021) with M heads, as a mixture of M.
-
-        Component m is the network x ↦ f_m(x, …, x), with head m's rows of the last layer (or all weights) random.
-        Loaders give one x per target, `[B, D, …]`, which is repeated M times, as in prediction. To fit a head at the
-        inputs it was trained with, fit its component with batches `(x_1, …, x_M, y_m)`.
-
-        Args:
-            model: Takes M inputs concatenated along dimension 1; returns `[B, M·C]`, head after head, or `[B, M, C]`.
-            n_heads: M.
-            likelihood: As in `Laplace`.
-            subset_of_weights: `"last_layer"` or `"all"`.
-            hessian_structure: As in `Laplace`; by default a full matrix per head, as in the paper.
-            last_layer_name: Name of the layer with the heads, an `nn.Linear`. If you do not give it, give
-            example: inputs `[B, D, …]`, from which the layer is determined.
-            weights: Mixture weights π, as in the class.
-            **options: Further arguments of `Laplace`, except `forward_fn`.
-
-        Raises:
-            InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
-        """
-        check_counts(n_heads=n_heads)
-        model = network_of(model)
-        calls = [mimo.HeadCall(head, n_heads) for head in range(n_heads)]
-        subset = str(subset_of_weights)
-        if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):
-            raise InvalidArgument(f"subset_of_weights={subset!r}; accepted for heads are 'last_layer' and 'all'.")
-        each: list[dict[str, Any]] = [options | {"forward_fn": call} for call in calls]
-        if subset == SubsetOfWeights.LAST_LAYER:
-            subset, name = SubsetOfWeights.SUBNETWORK, mimo.last_layer_of(model, n_heads, last_layer_name, example)
-            for own, call in zip(each, calls, strict=True):
-                own["subnetwork_indices"] = mimo.head_indices(model, name, call)
-        parts = [from_names(model, likelihood, subset, hessian_structure, **own) for own in each]
-        return cls(parts, weights=weights)
 
     # What was chosen, and what is shared.
 
@@ -464,12 +415,13 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
 
 def _recipe_of(la: ParametricLaplace) -> dict[str, Any]:
-    """Class and arguments of one component; the call of one head of a network as its two numbers."""
+    """Class and arguments of one component; a call of its network that is known by name as its fields."""
     own, call = Recipe.of(la), la.forward_fn
-    if not isinstance(call, mimo.HeadCall):
+    name = getattr(type(call), "saved_as", None)
+    if name not in CALLS:
         return own.plain()
-    others = {name: value for name, value in own.objects.items() if name != "forward_fn"}
-    return replace(own, objects=others).plain() | {"head": [call.head, call.n_heads]}
+    others = {argument: value for argument, value in own.objects.items() if argument != "forward_fn"}
+    return replace(own, objects=others).plain() | {name: list(nested.entries(call).values())}
 
 
 # Options of a mixture's prediction as arguments of its components.

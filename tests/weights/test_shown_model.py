@@ -12,7 +12,7 @@ from laplace.utils import FeatureExtractor, LastLayerSubnetMask
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from laplace import ELLA, FullLaplace, FullLLLaplace, Laplace, MixtureLaplace, marglik_training
+from laplace import ELLA, FullLaplace, FullLLLaplace, Laplace, MixtureLaplace, from_mimo, marglik_training
 from laplace.curvature import GGNInterface, NativeGGN
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, ModelChangedError, NotFittedError
 from tests import grid
@@ -382,7 +382,7 @@ def test_constructors_take_the_network_of_a_model() -> None:
     with pytest.raises(ModelChangedError):
         la(x)
     mimo = FeatureExtractor(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6)))
-    parts = MixtureLaplace.from_mimo(mimo, 2, last_layer_name="2").components
+    parts = from_mimo(mimo, 2, last_layer_name="2").components
     assert [part.model for part in parts] == [mimo.model, mimo.model]
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from laplace import MixtureLaplace, ParametricLaplace
+from laplace import MimoBatches, MixtureLaplace, ParametricLaplace, from_mimo, mimo_loss, mimo_outputs
 from laplace.enums import StructureName
 from laplace.errors import InvalidArgument, TuningWarning
 from laplace.grid import from_names
 from laplace.metrics import accuracy
-from laplace.mixture import MimoBatches, mimo_loss, mimo_outputs
 from laplace.tuning import Thresholds
 from protocol.baselines.ensemble import mean_probabilities
 from protocol.baselines.swag import RATES, SwagSettings, choose_rate
@@ -243,7 +242,7 @@ def heads(model: nn.Module, parts: Split, x: Tensor, how: MethodSettings) -> Pre
     found = Predictions({"MIMO": in_chunks(predict, x)})
     reached = in_chunks(predict, parts.validation.x)
     wanted = float(accuracy(reached, parts.validation.y)) - how.margin
-    mixture = MixtureLaplace.from_mimo(model, how.n_heads, example=parts.train.x[:1])
+    mixture = from_mimo(model, how.n_heads, example=parts.train.x[:1])
     mixture.fit([(parts.train.x, parts.train.y)])
     chosen = tune(mixture, parts.validation, wanted, how.n_precisions)
     found.chosen["MIMO-MoLA"] = _report(chosen, wanted)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace import MixtureLaplace
-from laplace.mixture import confidence_bound
+from laplace import MixtureLaplace, confidence_bound
 from protocol.baselines.ensemble import mean_probabilities
 from protocol.data import Split
 from protocol.mola.methods import MethodSettings, last_layers, threshold, tune

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,17 @@ from laplace.core import checks
 from laplace.core.arguments import CheckedConstructor, check_counts, checked
 from laplace.core.layout import flatten
 from laplace.core.random_numbers import check_generator, uniform
-from laplace.enums import LikelihoodName
+from laplace.enums import HessianStructure, LikelihoodName, StructureName, SubsetOfWeights, WeightsName
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.grid import from_names
 from laplace.likelihoods import Likelihood, get_likelihood
+from laplace.mixture.mixture import MixtureLaplace
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, require_module, unwrap
+from laplace.structures.base import Curvature
 from laplace.weights.base import trainable
 from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.last_layer import network_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class HeadCall:
 
     head: int
     n_heads: int
+    saved_as: ClassVar[str] = "head"
 
     def __call__(self, model: nn.Module, x: Any) -> Tensor:
         """Outputs of the head, `[B, C]`, at one input `[B, D, …]` or at M of them."""
@@ -111,6 +116,54 @@ def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tens
         if mine:
             marks[name][rows] = True
     return flatten(marks).nonzero().flatten()
+
+
+@checked
+def from_mimo(
+    model: nn.Module,
+    n_heads: int,
+    likelihood: Likelihood | LikelihoodName = "classification",
+    subset_of_weights: WeightsName = SubsetOfWeights.LAST_LAYER,
+    hessian_structure: StructureName | type[Curvature] = HessianStructure.FULL,
+    *,
+    last_layer_name: str | None = None,
+    example: Tensor | None = None,
+    weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
+    **options: Any,
+) -> MixtureLaplace:
+    """A multi-input multi-output network (MIMO; Havasi et al., 2021) with M heads, as a mixture of M.
+
+    Component m is the network x ↦ f_m(x, …, x), with head m's rows of the last layer (or all weights) random.
+    Loaders give one x per target, `[B, D, …]`, which is repeated M times, as in prediction. To fit a head at the
+    inputs it was trained with, fit its component with batches `(x_1, …, x_M, y_m)`.
+
+    Args:
+        model: Takes M inputs concatenated along dimension 1; returns `[B, M·C]`, head after head, or `[B, M, C]`.
+        n_heads: M.
+        likelihood: As in `Laplace`.
+        subset_of_weights: `"last_layer"` or `"all"`.
+        hessian_structure: As in `Laplace`; by default a full matrix per head, as in the paper.
+        last_layer_name: Name of the layer with the heads, an `nn.Linear`. If you do not give it, give
+        example: inputs `[B, D, …]`, from which the layer is determined.
+        weights: Mixture weights π, as in `MixtureLaplace`.
+        **options: Further arguments of `Laplace`, except `forward_fn`.
+
+    Raises:
+        InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
+    """
+    check_counts(n_heads=n_heads)
+    model = network_of(model)
+    calls = [HeadCall(head, n_heads) for head in range(n_heads)]
+    subset = str(subset_of_weights)
+    if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):
+        raise InvalidArgument(f"subset_of_weights={subset!r}; accepted for heads are 'last_layer' and 'all'.")
+    each: list[dict[str, Any]] = [options | {"forward_fn": call} for call in calls]
+    if subset == SubsetOfWeights.LAST_LAYER:
+        subset, name = SubsetOfWeights.SUBNETWORK, last_layer_of(model, n_heads, last_layer_name, example)
+        for own, call in zip(each, calls, strict=True):
+            own["subnetwork_indices"] = head_indices(model, name, call)
+    parts = [from_names(model, likelihood, subset, hessian_structure, **own) for own in each]
+    return MixtureLaplace(parts, weights=weights)
 
 
 # Training of multi-input multi-output networks (Havasi et al., 2021): their batches and their loss.

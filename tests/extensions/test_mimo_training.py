@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laplace import MixtureLaplace
+from laplace import MimoBatches, from_mimo, mimo_loss, mimo_outputs
 from laplace.errors import InvalidArgument, InvalidData, InvalidType
 from laplace.likelihoods import Categorical
-from laplace.mixture import MimoBatches, mimo_loss, mimo_outputs
 from tests import grid
 from tests.reference.compare import assert_close
 from tests.reference.likelihoods import DENSITIES, nll
@@ -208,7 +207,7 @@ def test_refused_outputs_and_targets(f: Tensor, y: Tensor, message: str) -> None
 
 def test_outputs_are_those_of_the_heads_of_a_mixture() -> None:
     model, x = nn.Linear(HEADS * 2, HEADS * 4), [torch.randn(5, 2) for _ in range(HEADS)]
-    mimo = MixtureLaplace.from_mimo(model, HEADS, last_layer_name="")
+    mimo = from_mimo(model, HEADS, last_layer_name="")
     outputs = mimo_outputs(model, tuple(x), HEADS)
     for head, la in enumerate(mimo.components):
         la.fit([((*x,), torch.zeros(5, dtype=torch.long))])
@@ -244,7 +243,7 @@ def test_trained_heads_predict_apart_and_together() -> None:
     own = mimo_outputs(model, mixed, HEADS).detach().argmax(-1)
     labels = torch.stack([test[1].roll(m) for m in range(HEADS)], 1)
     assert (own == labels).double().mean(0).min() > 0.8
-    mixture = MixtureLaplace.from_mimo(model, HEADS, last_layer_name="4")
+    mixture = from_mimo(model, HEADS, last_layer_name="4")
     mixture.fit(loader)
     mixture.optimize_prior_precision(n_steps=20)
     assert (mixture(test[0]).argmax(1) == test[1]).double().mean() >= accuracy.mean() - 0.02
@@ -254,7 +253,7 @@ def test_a_component_is_fitted_at_the_inputs_of_its_training() -> None:
     """Each datum once per batch, so that the number of data is that of the loader."""
     model, loader = nn.Linear(HEADS * grid.WIDTH, HEADS * 3).double(), [(x.double(), y) for x, y in grid.batches()]
     rows = list(MimoBatches(loader, HEADS, generator=torch.Generator().manual_seed(9)))
-    mimo = MixtureLaplace.from_mimo(model, HEADS, last_layer_name="")
+    mimo = from_mimo(model, HEADS, last_layer_name="")
     for m, la in enumerate(mimo.components):
         la.fit([(x, y[:, m]) for x, y in rows])
         assert la.n_data == grid.N_DATA

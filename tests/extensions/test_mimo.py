@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, MixtureLaplace
+from laplace import Laplace, MixtureLaplace, from_mimo
 from laplace.errors import InvalidArgument, InvalidData
 from tests import grid
 from tests.reference.compare import assert_close
@@ -62,7 +62,7 @@ def test_heads_are_last_layers_of_single_networks(likelihood: str, structure: st
     model, x = network(), grid.data(seed=9)[0].double()
     whole = Stacked(model) if stacked else model
     name = "inner.2" if stacked else "2"
-    mimo = MixtureLaplace.from_mimo(
+    mimo = from_mimo(
         whole, HEADS, likelihood, hessian_structure=structure, last_layer_name=name, weights="evidence",
         prior_precision=0.3,
     )  # fmt: skip
@@ -84,13 +84,13 @@ def test_defaults() -> None:
     """The full GGN of each head, found by an example; the network is lent, not copied."""
     model, x = network(), grid.data(seed=9)[0].double()
     before = copy.deepcopy(model.state_dict())
-    mimo = MixtureLaplace.from_mimo(model, HEADS, example=x)
+    mimo = from_mimo(model, HEADS, example=x)
     assert [type(la).__name__ for la in mimo.components] == ["FullSubnetLaplace"] * HEADS
     assert all(la.model is model for la in mimo.components)
     mimo.fit(batches())
     mimo.optimize_prior_precision(n_steps=3)
     assert_close(mimo(x).sum(1), torch.ones(len(x)), "algebra")
-    other = MixtureLaplace.from_mimo(model, HEADS, last_layer_name="2")
+    other = from_mimo(model, HEADS, last_layer_name="2")
     other.load_state_dict(mimo.state_dict())
     assert torch.equal(other(x), mimo(x))
     assert torch.equal(copy.deepcopy(mimo)(x), mimo(x))
@@ -99,7 +99,7 @@ def test_defaults() -> None:
 
 def test_all_weights() -> None:
     model, x = network(), grid.data(seed=9)[0].double()
-    mimo = MixtureLaplace.from_mimo(model, HEADS, "classification", "all", "diag")
+    mimo = from_mimo(model, HEADS, "classification", "all", "diag")
     mimo.fit(batches())
     expected = []
     for head in range(HEADS):
@@ -116,7 +116,7 @@ def test_a_head_is_fitted_at_inputs_of_its_own() -> None:
     """With M inputs each is seen in its own place."""
     model, (x, y) = network(), grid.data()
     inputs = [x.double().roll(m, 0) for m in range(HEADS)]
-    mimo = MixtureLaplace.from_mimo(model, HEADS, last_layer_name="2")
+    mimo = from_mimo(model, HEADS, last_layer_name="2")
     la = mimo.components[1]
     la.fit([(*inputs, y.roll(1, 0))])
     expected = nn.functional.cross_entropy(model(torch.cat(inputs, 1))[:, 3:6], y.roll(1, 0), reduction="sum")
@@ -135,19 +135,19 @@ def test_a_head_is_fitted_at_inputs_of_its_own() -> None:
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        MixtureLaplace.from_mimo(network(), **{"n_heads": HEADS} | options)
+        from_mimo(network(), **{"n_heads": HEADS} | options)
 
 
 def test_refused_data_and_networks() -> None:
-    mimo = MixtureLaplace.from_mimo(network(), HEADS, last_layer_name="2")
+    mimo = from_mimo(network(), HEADS, last_layer_name="2")
     x = torch.zeros(2, grid.WIDTH, dtype=torch.float64)
     with pytest.raises(InvalidData, match="tuple of 3"):
         mimo.fit([(x, x, torch.tensor([0, 1]))])
     frozen = network()
     frozen[2].requires_grad_(False)
     with pytest.raises(InvalidArgument, match="frozen"):
-        MixtureLaplace.from_mimo(frozen, HEADS, last_layer_name="2")
+        from_mimo(frozen, HEADS, last_layer_name="2")
     wrong = nn.Sequential(nn.Linear(HEADS * grid.WIDTH, HEADS * 2), nn.Linear(HEADS * 2, 4)).double()
-    mimo = MixtureLaplace.from_mimo(wrong, HEADS, last_layer_name="0")
+    mimo = from_mimo(wrong, HEADS, last_layer_name="0")
     with pytest.raises(InvalidData, match="heads"):
         mimo.fit([(x, torch.tensor([0, 1]))])
