@@ -34,8 +34,8 @@ from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import TuningWarning
 from laplace.extensions.drawn import DrawnFunction
 from laplace.grid import from_names
+from laplace.large_structures import krylov as cg
 from laplace.predictive.sampled import outputs_at
-from laplace.structures import krylov as cg
 from laplace.weights.masks import RandomSubnetMask
 
 

@@ -55,7 +55,7 @@ from laplace.structures.base import Curvature, Precision
 from laplace.structures.fit import Fit
 from laplace.structures.kron import checked_damping
 from laplace.structures.own import NoStructure
-from laplace.tuning.tunable import Tunable
+from laplace.tunable import Tunable
 from laplace.weights.base import AllWeights, Weights
 from laplace.weights.last_layer import network_of
 from laplace.weights.problem import Problem

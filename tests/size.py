@@ -41,14 +41,14 @@ def sizes(root: Path) -> dict[str, Size]:
     for path, tree in files.items():
         parts = path.relative_to(package).parts
         room = parts[0] if len(parts) > 1 else "(root)"
-        code, docstrings = _lines(path, tree)
+        code, docstrings = lines(path, tree)
         size = Size(code, docstrings, 1, importers[path] == 1)
         rooms[room] = rooms.get(room, Size()).plus(size)
         rooms["whole"] = rooms.get("whole", Size()).plus(size)
     return dict(sorted(rooms.items(), key=lambda item: (item[0] == "whole", item[0])))
 
 
-def _lines(path: Path, tree: ast.Module) -> tuple[int, int]:
+def lines(path: Path, tree: ast.Module) -> tuple[int, int]:
     documented: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:

@@ -17,10 +17,10 @@ from laplace import DiagLaplace, Laplace, LLLaplace, ParametricLaplace, SubnetLa
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
+from laplace.gp.subset import SubsetCurvature
 from laplace.grid import classes
 from laplace.parametric import COMMON, PRECISION_OPTIONS
 from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
-from laplace.structures.gp.subset import SubsetCurvature
 from laplace.weights import WEIGHTS, AllWeights
 from tests import grid
 from tests.reference.compare import assert_close

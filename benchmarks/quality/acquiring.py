@@ -1,4 +1,4 @@
-"""Labels that are bought: how many a new head needs until it is right in 90 %, chosen by `laplace.acquire` or at random.
+"""Labels that are bought: how many a new head needs to be right in 90 %, chosen by `laplace.acquire` or at random.
 
 The inputs are features of MNIST's images by an EfficientNet that was trained on ImageNet. Every head begins with 100
 labels drawn at random and gets 50 more at a time, out of 600 images drawn from the pool: those that tell most of its

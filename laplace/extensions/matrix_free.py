@@ -27,15 +27,15 @@ from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine,
 from laplace.engines.profile import BatchProfile
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, StateError, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
+from laplace.large_structures import krylov
+from laplace.large_structures.krylov import SolveReport, Tally, TraceLog, signs
+from laplace.large_structures.low_rank import LowRankPrecision, Subspace
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.parametric import NamedPosterior
-from laplace.structures import krylov
 from laplace.structures.base import Curvature, DataPass, Recent, require_finite
 from laplace.structures.cost import Cost
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
-from laplace.structures.krylov import SolveReport, Tally, TraceLog, signs
-from laplace.structures.low_rank import LowRankPrecision, Subspace
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 
 # Gradients that have no graph of their own, because what they are of was solved for without one.

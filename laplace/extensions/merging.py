@@ -22,13 +22,13 @@ from laplace.curvature import NativeEF
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
 from laplace.extensions.distances import other_weights
 from laplace.grid import Laplace
+from laplace.large_structures.krylov import solve
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.removal import loss_of_part
 from laplace.structures.base import Precision
-from laplace.structures.krylov import solve
 from laplace.weights.problem import Problem
 
 L = TypeVar("L", bound=ParametricLaplace)

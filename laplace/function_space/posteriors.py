@@ -28,17 +28,17 @@ from laplace.enums import (
 )
 from laplace.errors import InvalidArgument
 from laplace.fitting.fit import FitOptions, fit
+from laplace.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import NamedPosterior
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
 from laplace.structures.base import Precision
-from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
+from laplace.tunable import SearchName
 from laplace.tuning.candidates import Losses
 from laplace.tuning.losses import Validation, find_score
 from laplace.tuning.objectives import Loss, make_loss
-from laplace.tuning.tunable import SearchName
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

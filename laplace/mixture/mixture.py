@@ -45,8 +45,8 @@ from laplace.predictive.predict import replayed
 from laplace.predictive.prediction import Prediction, mixed
 from laplace.saving import CALLS, Recipe, Saved
 from laplace.structures.base import Curvature
+from laplace.tunable import Tunable
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data
-from laplace.tuning.tunable import Tunable
 from laplace.weights.base import Weights
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.engines.engine import same_count
 from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.large_structures.krylov import solve
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.structures.fit import Fit
-from laplace.structures.krylov import solve
 
 if TYPE_CHECKING:
     from laplace.refinement.process import KernelData

@@ -22,13 +22,13 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.fitting.checks import NO_DATA
 from laplace.fitting.fit import FitOptions, sum_data
+from laplace.gp.subset import Subset, SubsetPass
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
 from laplace.structures import linalg
 from laplace.structures.dual import Dual, moved_by, pulled
 from laplace.structures.fit import Fit
-from laplace.structures.gp.subset import Subset, SubsetPass
 
 # Gaussian processes at M data as a linear model in as many coordinates as the data span.
 #

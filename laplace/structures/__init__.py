@@ -17,11 +17,11 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.structures.block": "BlockCurvature",
         "laplace.structures.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
         "laplace.structures.diag": "DiagCurvature",
-        "laplace.structures.ekfac": "EkfacCurvature",
+        "laplace.large_structures.ekfac": "EkfacCurvature",
         "laplace.structures.full": "FullCurvature",
         "laplace.structures.kron": "KronCurvature",
-        "laplace.structures.low_rank": "LowRankCurvature",
-        "laplace.structures.lowrank_kron": "LowRankKronCurvature",
+        "laplace.large_structures.low_rank": "LowRankCurvature",
+        "laplace.large_structures.lowrank_kron": "LowRankKronCurvature",
         "laplace.extensions.matrix_free": "MatrixFreeCurvature",
         "laplace.structures.precision": "Precision",
     },
@@ -33,12 +33,12 @@ STRUCTURES.refer("full", "laplace.structures.full:FullCurvature")
 STRUCTURES.refer("kron", "laplace.structures.kron:KronCurvature")
 STRUCTURES.refer("diag", "laplace.structures.diag:DiagCurvature")
 STRUCTURES.refer("block", "laplace.structures.block:BlockCurvature")
-STRUCTURES.refer("lowrank", "laplace.structures.low_rank:LowRankCurvature")
-STRUCTURES.refer("ekfac", "laplace.structures.ekfac:EkfacCurvature")
-STRUCTURES.refer("lowrank_kron", "laplace.structures.lowrank_kron:LowRankKronCurvature")
+STRUCTURES.refer("lowrank", "laplace.large_structures.low_rank:LowRankCurvature")
+STRUCTURES.refer("ekfac", "laplace.large_structures.ekfac:EkfacCurvature")
+STRUCTURES.refer("lowrank_kron", "laplace.large_structures.lowrank_kron:LowRankKronCurvature")
 STRUCTURES.refer("matrix_free", "laplace.extensions.matrix_free:MatrixFreeCurvature")
 
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
-FAMILIES.refer("sod", "laplace.structures.gp.subset:SubsetCurvature")
-FAMILIES.refer("nystrom", "laplace.structures.gp.nystrom:NystromCurvature")
+FAMILIES.refer("sod", "laplace.gp.subset:SubsetCurvature")
+FAMILIES.refer("nystrom", "laplace.gp.nystrom:NystromCurvature")
 FAMILIES.refer("variational", "laplace.extensions.valla:VariationalCurvature")

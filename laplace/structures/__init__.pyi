@@ -2,15 +2,15 @@
 
 from laplace.core.registry import Registry
 from laplace.extensions.matrix_free import MatrixFreeCurvature
+from laplace.large_structures.ekfac import EkfacCurvature
+from laplace.large_structures.low_rank import LowRankCurvature
+from laplace.large_structures.lowrank_kron import LowRankKronCurvature
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.block import BlockCurvature
 from laplace.structures.dense_defaults import CurvatureFromDense, DenseDefaults, PrecisionFromDense
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.ekfac import EkfacCurvature
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
-from laplace.structures.low_rank import LowRankCurvature
-from laplace.structures.lowrank_kron import LowRankKronCurvature
 from laplace.structures.precision import Precision
 
 FAMILIES: Registry[type[Curvature]]

@@ -9,6 +9,6 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.tuning.group": "PosteriorGroup",
         "laplace.tuning.losses": "Thresholds",
         "laplace.tuning.candidates": "Predictive",
-        "laplace.tuning.tunable": "Tunable",
+        "laplace.tunable": "Tunable",
     },
 )

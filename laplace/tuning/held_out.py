@@ -434,8 +434,8 @@ def _require_of_fit(posterior: Posterior) -> None:
 
 def _for_part(choices: Choices, n_data: int) -> Choices:
     """The same choices for a fit of a part of the data, which draws from a copy of the user's generator."""
-    from laplace.structures.gp.nystrom import NystromOptions
-    from laplace.structures.gp.subset import SubsetOptions
+    from laplace.gp.nystrom import NystromOptions
+    from laplace.gp.subset import SubsetOptions
 
     options, generator = choices.structure_options, choices.backend_kwargs.get("generator")
     if isinstance(options, SubsetOptions | NystromOptions):

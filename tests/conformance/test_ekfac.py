@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import LaplaceError
-from laplace.structures.ekfac import EkfacCurvature
+from laplace.large_structures.ekfac import EkfacCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import factored_names, kron_truth

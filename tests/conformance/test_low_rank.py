@@ -13,8 +13,8 @@ from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
-from laplace.structures import subspace
-from laplace.structures.low_rank import LowRankCurvature
+from laplace.large_structures import subspace
+from laplace.large_structures.low_rank import LowRankCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn, own_dense
 from tests.models.dense import mlp

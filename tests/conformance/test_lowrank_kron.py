@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.curvature import NativeGGN
 from laplace.errors import LaplaceError
-from laplace.structures import kronecker_eigenvectors
-from laplace.structures.lowrank_kron import LowRankKronCurvature
+from laplace.large_structures import kronecker_eigenvectors
+from laplace.large_structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import factored_names, kron_truth

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from laplace import Laplace, ParametricLaplace
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument
-from laplace.structures.ekfac import EkfacCurvature
-from laplace.structures.lowrank_kron import LowRankKronCurvature
+from laplace.large_structures.ekfac import EkfacCurvature
+from laplace.large_structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import kron_truth

@@ -17,7 +17,7 @@ from laplace.engines.native import products
 from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
 from laplace.extensions import matrix_free
 from laplace.extensions.matrix_free import MatrixFreeOptions
-from laplace.structures import krylov
+from laplace.large_structures import krylov
 from tests import grid
 from tests.reference import curvature as reference
 from tests.reference import evidence as truth

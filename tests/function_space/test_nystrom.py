@@ -11,7 +11,7 @@ from torch import nn
 from laplace import ELLA, LLELLA, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
-from laplace.structures.gp.nystrom import DirectionPass, NystromOptions
+from laplace.gp.nystrom import DirectionPass, NystromOptions
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence

@@ -19,9 +19,9 @@ from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import Unit, in_slices
 from laplace.errors import ApproximationWarning, LaplaceWarning, OutOfMemory, TuningWarning
 from laplace.extensions.valla_training import k_means
+from laplace.large_structures import krylov
 from laplace.predictive.prediction import quantile
 from laplace.refinement import linear_model, refine
-from laplace.structures import krylov
 from laplace.tuning.search import Coordinates, Objective, Search, SearchOptions, minimise
 from tests.grid import data, network
 

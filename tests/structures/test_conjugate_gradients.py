@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace.structures import krylov as cg
-from laplace.structures.krylov import TraceLog, signs
+from laplace.large_structures import krylov as cg
+from laplace.large_structures.krylov import TraceLog, signs
 from tests.reference.compare import assert_close
 
 N = 40

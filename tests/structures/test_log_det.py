@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
-from laplace.structures import kronecker_eigenvectors, log_det
+from laplace.large_structures import kronecker_eigenvectors
+from laplace.structures import log_det
 from laplace.structures.log_det import Pairs, log_det_ratio
 from tests.reference.compare import assert_close
 

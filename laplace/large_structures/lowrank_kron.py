@@ -41,7 +41,18 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateEr
 from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, chunks, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
-from laplace.structures import kronecker_eigenvectors, linalg
+from laplace.large_structures import kronecker_eigenvectors
+from laplace.large_structures.ekfac import Correction
+from laplace.large_structures.kronecker_eigenvectors import (
+    Columns,
+    Draws,
+    Ranges,
+    Side,
+    columns_of,
+    corrected_columns_of,
+    pair_bytes,
+)
+from laplace.structures import linalg
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -52,16 +63,6 @@ from laplace.structures.base import (
 )
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.ekfac import Correction
-from laplace.structures.kronecker_eigenvectors import (
-    Columns,
-    Draws,
-    Ranges,
-    Side,
-    columns_of,
-    corrected_columns_of,
-    pair_bytes,
-)
 from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, mean_weight, weighted

@@ -24,6 +24,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError, UnsupportedError
+from laplace.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.dual import (
@@ -34,7 +35,6 @@ from laplace.structures.dual import (
     ProjectedScan,
     each_output,
 )
-from laplace.structures.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
 from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")
@@ -225,7 +225,7 @@ class SubsetOptions:
     Attributes:
         n_subset: M.
         seed: Of random subsets.
-        selection: `"random"`, `"top"` or `"leverage"`, see `laplace.structures.gp.subset.make_score`.
+        selection: `"random"`, `"top"` or `"leverage"`, see `laplace.gp.subset.make_score`.
         independent_outputs: A Gaussian process per output, with the diagonal of Λ.
         prior_factor: What the prior precision is multiplied with; None for N/M (appendix A.2.2).
 

@@ -30,7 +30,7 @@ from laplace.engines.sinks import ProductSink
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import subspace
+from laplace.large_structures import subspace
 from laplace.structures.base import (
     Curvature,
     DataPass,

@@ -24,8 +24,8 @@ from torch import Tensor
 from laplace.core import eigen
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
-from laplace.structures import subspace
-from laplace.structures.low_rank import Subspace
+from laplace.large_structures import subspace
+from laplace.large_structures.low_rank import Subspace
 
 Linear = Callable[[Tensor], Tensor]
 """A linear function of vectors `[R, P]`, which gives new tensors of the same shape."""

@@ -23,12 +23,13 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.gp.reading import ObservingPass, jacobians, uncounted
+from laplace.gp.subset import Pool, make_score
 from laplace.jacobian.jacobian import Jacobian, kernel
-from laplace.structures import linalg, subspace
+from laplace.large_structures import subspace
+from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.dual import Projected, ProjectedScan, pulled
-from laplace.structures.gp.reading import ObservingPass, jacobians, uncounted
-from laplace.structures.gp.subset import Pool, make_score
 from laplace.structures.linalg import bilinear, power
 from laplace.structures.precision import Form, Precision
 

@@ -1,1 +1,0 @@
-"""Gaussian processes of linearised networks: posteriors by kernels between data."""

@@ -1,0 +1,45 @@
+"""Storeys in import order, and how much code they hold (`tests/storeys.py`)."""
+
+from __future__ import annotations
+
+import re
+
+from tests.source import FILES, ROOT, file_of, for_type_checkers, imports, in_function, name_of, where
+from tests.storeys import OBJECTS, STOREYS, code, storey_of
+
+
+def test_every_file_has_a_storey() -> None:
+    assert [name_of(path) for path in FILES if storey_of(name_of(path)) is None] == ["__init__.py"]
+    rooms = [room for storey in STOREYS for room in storey.rooms]
+    assert len(set(rooms)) == len(rooms)
+    assert not [room for room in rooms if not (ROOT / "laplace" / room).exists()]
+
+
+def test_files_import_their_own_storey_and_those_below() -> None:
+    """Objects that users hold import within their methods what these call; but nothing imports an extension."""
+    wrong = []
+    for path, node, dotted in imports():
+        name, imported = name_of(path), file_of(dotted) if dotted.startswith("laplace.") else None
+        if imported is None or for_type_checkers(node) or imported.name == "__init__.py":
+            continue
+        here, there = storey_of(name), storey_of(name_of(imported))
+        if here is None or there is None or there <= here:
+            continue
+        is_extension = STOREYS[there].name == "extensions"
+        if is_extension or not (name in OBJECTS and in_function(node)):
+            wrong.append(f"{where(path, node)} {STOREYS[here].name} imports {dotted} of {STOREYS[there].name}")
+    assert not wrong
+
+
+def test_storeys_hold_no_more_than_they_may() -> None:
+    """To raise a number of `tests/storeys.py` takes a line of CHANGELOG.md that says what for."""
+    found = code()
+    assert not {s.name: (found[s.name], s.most) for s in STOREYS if found[s.name] > s.most}
+    # Nor is there room that nobody asked for.
+    assert not {s.name: (found[s.name], s.most) for s in STOREYS if found[s.name] < 0.97 * s.most}
+
+
+def test_the_design_tells_the_storeys() -> None:
+    page = (ROOT / "docs" / "design.md").read_text("utf-8")
+    told = re.findall(r"^\d\. \*\*(.+?)\*\*", page, re.MULTILINE)
+    assert [each.lower() for each in told] == [storey.name for storey in STOREYS]
