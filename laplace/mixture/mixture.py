@@ -418,7 +418,7 @@ def _recipe_of(la: ParametricLaplace) -> dict[str, Any]:
     """Class and arguments of one component; a call of its network that is known by name as its fields."""
     own, call = Recipe.of(la), la.forward_fn
     name = getattr(type(call), "saved_as", None)
-    if name not in CALLS:
+    if name is None or name not in CALLS:
         return own.plain()
     others = {argument: value for argument, value in own.objects.items() if argument != "forward_fn"}
     return replace(own, objects=others).plain() | {name: list(nested.entries(call).values())}
