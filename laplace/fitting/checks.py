@@ -15,6 +15,7 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import ApproximationWarning, CurvatureError, DataWarning, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import reading
 from laplace.structures.fit import Fit
 from laplace.weights.problem import Problem
 
@@ -194,4 +195,4 @@ def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
     batches.require_rereadable(
         loader, "a fit by _curv_closure, which is told the number of all data, counts them first"
     )
-    return sum(len(batches.split(batch, dict_key_y)[1]) for batch in loader)
+    return sum(len(batches.split(batch, dict_key_y)[1]) for batch in reading(loader))

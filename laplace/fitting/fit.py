@@ -660,7 +660,7 @@ def _losses(
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
     """The data that are not ignored, batch by batch, with the number of the batch."""
     device, rules = engine.problem.device, engine.target_rules
-    for number, item in enumerate(loader):
+    for number, item in enumerate(reading(loader)):
         with named(f"batch {number}"):
             data = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
         if data is not None:

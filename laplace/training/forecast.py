@@ -26,7 +26,7 @@ from laplace.enums import HessianStructure, LinkApprox, SubsetOfWeights
 from laplace.errors import LaplaceError, silently
 from laplace.grid import from_names
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
@@ -95,7 +95,7 @@ def _first(la: ParametricLaplace, train_loader: Iterable[Any]) -> list[tuple[Inp
     """The first data of a loader, in its batches; of the last of these evenly spaced ones."""
     data: list[tuple[Inputs, Tensor]] = []
     left = _ROWS
-    for batch in train_loader:
+    for batch in reading(train_loader):
         device, rules = la.prior_mean.device, la.engine.target_rules
         counted = next_token.counted(batch, la.dict_key_y, device, rules, la.weights.model)
         if counted is None:

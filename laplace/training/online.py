@@ -45,7 +45,7 @@ from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import apart, autograd_mode, flags_put_back, same_random_state
+from laplace.network.model_guard import apart, autograd_mode, flags_put_back, reading, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
 from laplace.predictive.predict import unlike_outputs
@@ -232,7 +232,7 @@ class OnlineLaplace(CheckedConstructor):
         rules, ignored = la.engine.target_rules, la.engine.target_rules.ignore_index
         # A loader draws its shuffling from the global random state.
         with autograd_mode(), torch.no_grad(), same_random_state(self.model):
-            for batch in loader:
+            for batch in reading(loader):
                 x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
                 if y.ndim > 1 and len(y):
                     per_row = per_row or self._entries_per_row(x, y)
@@ -603,7 +603,7 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     def find() -> tuple[int | None, str | None] | None:
         rules, model, device = la.likelihood_object, la.weights.model, la.prior_mean.device
         with autograd_mode(), torch.no_grad(), same_random_state(model):
-            for batch in train_loader:
+            for batch in reading(train_loader):
                 data = next_token.counted(batch, la.dict_key_y, device, rules, model)
                 if data is not None:
                     posterior = infer_from_first_batch(la.snapshot(), *data)
