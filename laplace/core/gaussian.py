@@ -18,7 +18,6 @@ from torch.distributions import (
     MultivariateNormal,
     Normal,
 )
-from torch.nn.functional import threshold
 
 from laplace.core.checks import is_true, require, together
 from laplace.core.eigen import eigh, goes_one_by_one, root_by_products
@@ -78,8 +77,8 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = eigh(matrix)
-        nothing = _NOTHING * values.shape[-1] * torch.finfo(values.dtype).eps  # of variances that are 1
-        roots = threshold(values, nothing, 0.0).sqrt()
+        nothing = _NOTHING * torch.finfo(values.dtype).eps  # of variances that are 1, times their number
+        roots = values.where(values / values.shape[-1] > nothing, 0.0).sqrt()
         root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
         ctx.save_for_backward(root, roots, vectors)
         return root
