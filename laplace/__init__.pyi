@@ -14,6 +14,14 @@ from laplace.enums import (
 from laplace.extensions.acquisition import acquire
 from laplace.extensions.confidence import confidence_bound
 from laplace.extensions.conformal import conformal
+from laplace.extensions.continual import (
+    TaskFit,
+    TaskMemory,
+    TaskResult,
+    continual_training,
+    quadratic_penalty,
+    train_task,
+)
 from laplace.extensions.distances import kl, saliency, wasserstein
 from laplace.extensions.drawn import draw
 from laplace.extensions.export import export
@@ -116,11 +124,15 @@ __all__ = [
     "PriorStructure",
     "SubnetLaplace",
     "SubsetOfWeights",
+    "TaskFit",
+    "TaskMemory",
+    "TaskResult",
     "TuningMethod",
     "VaLLA",
     "acquire",
     "confidence_bound",
     "conformal",
+    "continual_training",
     "draw",
     "export",
     "from_mimo",
@@ -134,6 +146,8 @@ __all__ = [
     "mimo_loss",
     "mimo_outputs",
     "projected",
+    "quadratic_penalty",
     "saliency",
+    "train_task",
     "wasserstein",
 ]

@@ -26,11 +26,9 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, TaskMemory, train_task
 from laplace.metrics import accuracy
 from laplace.plotting import new_figure
-from laplace.training import TaskMemory
-from laplace.training.continual import train_task
 from protocol.baselines.vogn import Vogn, VognSettings
 from protocol.claims import Claim
 from protocol.data import Part, digits, glyphs

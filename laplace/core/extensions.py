@@ -4,6 +4,7 @@ EXTENSIONS = {
     "laplace.extensions.acquisition": "acquire",
     "laplace.extensions.confidence": "confidence_bound",
     "laplace.extensions.conformal": "conformal",
+    "laplace.extensions.continual": "TaskFit TaskMemory TaskResult continual_training quadratic_penalty train_task",
     "laplace.extensions.distances": "kl saliency wasserstein",
     "laplace.extensions.drawn": "draw",
     "laplace.extensions.export": "export",

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, MixtureLaplace, OnlineLaplace, marglik_training
+from laplace import Laplace, MixtureLaplace, OnlineLaplace, continual_training, marglik_training
 from laplace.errors import InvalidData, StateError
-from laplace.training.continual import continual_training
 from tests.reference.compare import assert_close
 
 

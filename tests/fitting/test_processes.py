@@ -12,9 +12,8 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace import MixtureLaplace, OnlineLaplace
+from laplace import MixtureLaplace, OnlineLaplace, TaskFit
 from laplace.errors import ApproximationWarning
-from laplace.training.continual import TaskFit
 from tests import grid
 from tests.fitting import ranks
 

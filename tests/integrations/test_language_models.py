@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace import Laplace, MixtureLaplace, marglik_training
+from laplace import Laplace, MixtureLaplace, continual_training, marglik_training
 from laplace.errors import ApproximationWarning, InvalidData, InvalidInputs
-from laplace.training.continual import continual_training
 from tests.reference.compare import assert_close
 
 transformers = pytest.importorskip("transformers")

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import FunctionalLaplace, Laplace, MixtureLaplace, OnlineLaplace, marglik_training
+from laplace import FunctionalLaplace, Laplace, MixtureLaplace, OnlineLaplace, continual_training, marglik_training
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN, NativeEF, NativeGGN, NativeHessian
 from laplace.errors import ApproximationWarning, InvalidData
 from laplace.likelihoods.checks import require_logits
-from laplace.training.continual import continual_training
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))

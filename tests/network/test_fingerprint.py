@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace import FunctionalLaplace, Laplace, VaLLA, curvature, marglik_training
+from laplace import FunctionalLaplace, Laplace, TaskFit, VaLLA, curvature, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
 from laplace.network.watch import (
     ROWS,
@@ -29,7 +29,6 @@ from laplace.network.watch import (
     same_sums,
 )
 from laplace.parametric import ParametricLaplace
-from laplace.training.continual import TaskFit
 from tests import grid
 
 X = grid.data()[0]

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import laplace
-from laplace import FunctionalLaplace, Laplace, MixtureLaplace, marglik_training, metrics
+from laplace import FunctionalLaplace, Laplace, MixtureLaplace, continual_training, marglik_training, metrics
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import LaplaceError
 from laplace.structures import STRUCTURES
-from laplace.training.continual import continual_training
 from laplace.weights.masks import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, TaskFit, TaskMemory, continual_training, quadratic_penalty, train_task
 from laplace.errors import InvalidArgument, InvalidData, StateError, UnsupportedError
-from laplace.training import TaskMemory
-from laplace.training.continual import TaskFit, continual_training, quadratic_penalty, train_task
 from tests import grid
 from tests.reference import curvature, kfac
 from tests.reference.compare import assert_close

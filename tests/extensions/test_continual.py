@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, TaskFit, continual_training, quadratic_penalty, train_task
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, UnsupportedError
 from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Precision
-from laplace.training.continual import TaskFit, continual_training, quadratic_penalty, train_task
 from tests import grid
 from tests.reference import curvature as reference
 from tests.reference import evidence
