@@ -29,6 +29,7 @@ from laplace.extensions.influence import influence, label_errors
 from laplace.extensions.merging import from_optimizer, merge
 from laplace.extensions.mimo import MimoBatches, from_mimo, mimo_loss, mimo_outputs
 from laplace.extensions.projected import projected
+from laplace.extensions.removal import forget_with_mean
 from laplace.grid import (
     ELLA,
     LLELLA,
@@ -135,6 +136,7 @@ __all__ = [
     "continual_training",
     "draw",
     "export",
+    "forget_with_mean",
     "from_mimo",
     "from_optimizer",
     "influence",

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
@@ -32,11 +31,9 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import (
     InvalidArgument,
-    InvalidType,
     LaplaceError,
     NotFittedError,
     ReadOnlyError,
-    UnsupportedError,
 )
 from laplace.evidence import Evidence, finite_evidence
 from laplace.fitting.fit import FitOptions, fit, forget, infer_channels, plan
@@ -838,15 +835,11 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         group: ProcessGroup | None = None,
         weight_fn: WeightFn | None = None,
         dict_key_weight: str | None = None,
-        move_mean: bool = False,
     ) -> None:
         """Removes data from the fit: subtracts their curvature, their loss and their number.
 
         The curvature is then that of a fit without these data. The mean stays, since it is the trained weights, which
-        still depend on them, unless `move_mean=True` takes one Newton step to what training without them would give:
-        m + (P − s H_S)⁻¹ s (g_S + H_S (m − θ*)), g_S the gradient of their loss. `la.mean` then holds the new weights,
-        and linearised predictions follow; the network is not changed. For a linear Gaussian model that is the fit to
-        the rest; for networks it is an approximation, and no certificate that the data left no trace.
+        still depend on them; `laplace.forget_with_mean` moves it, too.
 
         Args:
             loader: Batches of data that were fitted before, at the network's present weights.
@@ -855,39 +848,24 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             group: As in `fit`.
             weight_fn: The weights with which the data were fitted, as in `fit`.
             dict_key_weight: The key of these weights, as in `fit`.
-            move_mean: Whether the mean moves, too.
 
         Raises:
             NotFittedError: Before `fit`.
             ModelChangedError: The network's weights are no longer those of the fit.
             InvalidData: More data than were fitted, or data that cannot be used.
             CurvatureError: The curvature would be indefinite: these data were not fitted.
-            InvalidArgument: The mean was moved before, and is not to be moved now.
-            UnsupportedError: The structure is no sum over data, or its curvature is a random estimate; several
-                processes or a refined classifier, with `move_mean`. After every error the former posterior is kept.
+            InvalidArgument: The mean was moved before, by `laplace.forget_with_mean`.
+            UnsupportedError: The structure is no sum over data, or its curvature is a random estimate. After every
+                error the former posterior is kept.
         """
-        from laplace.posterior.removal import moved_by_removal
-
         self._require_data()
         batches.require_loader(loader, "loader")
-        if isinstance(weight, bool) or not isinstance(weight, Real):
-            raise InvalidType(f"weight must be a number in (0, 1]; {type(weight).__name__} was given.")
-        options = FitOptions(
-            override=False, progress_bar=progress_bar, group=group, weight_fn=weight_fn,
-            dict_key_weight=dict_key_weight, removed_weight=weight,
-        )  # fmt: skip
-        before, loader = self.snapshot(), list(loader) if move_mean else loader
-        if move_mean and (group is not None or before.weights.fsdp_processes is not None):
-            raise UnsupportedError(
-                "forget(move_mean=True) over several processes: the mean would move by the data of each; fit in one "
-                "process, or leave move_mean out."
-            )
-        if not move_mean:
-            before.refuse_moved("forget", "give move_mean=True again")
-        posterior = forget(before, loader, options)
-        if move_mean:
-            posterior = moved_by_removal(before.uncalibrated(), posterior, loader, options.weights, weight)
-        self.set_posterior(posterior)
+        options = FitOptions.of_removal(
+            weight, progress_bar=progress_bar, group=group, weight_fn=weight_fn, dict_key_weight=dict_key_weight
+        )
+        before = self.snapshot()
+        before.refuse_moved("forget", "take laplace.forget_with_mean")
+        self.set_posterior(forget(before, loader, options))
 
     @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:

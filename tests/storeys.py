@@ -45,7 +45,7 @@ STOREYS = (
         "methods",
         (
             "large_structures", "gp", "function_space", "refinement", "tuning", "comparison.py", "metrics.py",
-            "mixture", "training", "posterior/removal.py",
+            "mixture", "training",
         ),
         9_000,
     ),

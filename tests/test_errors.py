@@ -638,7 +638,8 @@ ASKED: dict[str, tuple[str, Asked, type[LaplaceError], str]] = {
             ("leave_one_out", lambda la, loader=loader: la.leave_one_out(loader)),
             ("influence", lambda la, loader=loader: laplace.influence(la, loader, X, Y)),
             ("label_errors", lambda la, loader=loader: laplace.label_errors(la, loader)),
-            ("forget", lambda la, loader=loader: la.forget(loader, move_mean=True)),
+            ("forget", lambda la, loader=loader: la.forget(loader)),
+            ("forget_with_mean", lambda la, loader=loader: laplace.forget_with_mean(la, loader)),
             ("projected", lambda la, loader=loader: laplace.projected(la, loader)),
         )
     },

@@ -125,13 +125,13 @@ def deleted(seed: int, delta: float = 10.0) -> Figures:
     la = of_head(at_mode(x, y, delta, 3), x, y, delta, "full")
     rest, retrained = [(x[20:], y[20:])], at_mode(x[20:], y[20:], delta, 3)(test).detach()
     less = copy.deepcopy(la)
-    less.forget([(x[:20], y[:20])], move_mean=True)
+    laplace.forget_with_mean(less, [(x[:20], y[:20])])
     whole = (logits(la, test) - retrained).norm()
     found = {"one step": float((logits(less, test) - retrained).norm() / whole)}
     less.refine(rest)
     found["and refined"] = float((logits(less, test) - retrained).norm() / whole)
     gone = y == seed % 3
-    la.forget([(x[gone], y[gone])], move_mean=True)
+    laplace.forget_with_mean(la, [(x[gone], y[gone])])
     retrained = at_mode(x[~gone], y[~gone], delta, 3)(test).detach()
     on_it = labels == seed % 3
     for name, rows in (("on the class", on_it), ("on the rest", ~on_it)):

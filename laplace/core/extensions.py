@@ -12,6 +12,7 @@ EXTENSIONS = {
     "laplace.extensions.merging": "from_optimizer merge",
     "laplace.extensions.mimo": "MimoBatches from_mimo mimo_loss mimo_outputs",
     "laplace.extensions.projected": "projected",
+    "laplace.extensions.removal": "forget_with_mean",
 }
 """Module → names that are imported from it when they are first read, separated by spaces."""
 

@@ -21,13 +21,13 @@ from laplace.core.arguments import check_counts
 from laplace.curvature import NativeEF
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
 from laplace.extensions.distances import other_weights
+from laplace.extensions.removal import loss_of_part
 from laplace.grid import Laplace
 from laplace.large_structures.krylov import solve
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.removal import loss_of_part
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
 

@@ -35,7 +35,7 @@ from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
 from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, outputs, same_count
-from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, OutOfMemory, UnsupportedError
 from laplace.fitting import checks, planning, processes
 from laplace.fitting.planning import FitPlan, MemoryCheck
 from laplace.fitting.processes import Begun, agree_on_fit
@@ -89,6 +89,13 @@ class FitOptions:
             check_generator(self.generator)
             if self.generator is None:  # drawn here, since a fit puts the global source back where it was
                 object.__setattr__(self, "generator", torch.Generator().manual_seed(drawn_seed()))
+
+    @classmethod
+    def of_removal(cls, weight: Any, **options: Any) -> FitOptions:
+        """How data are removed that had this weight in the fit."""
+        if isinstance(weight, bool) or not isinstance(weight, Real):
+            raise InvalidType(f"weight must be a number in (0, 1]; {type(weight).__name__} was given.")
+        return cls(override=False, removed_weight=float(weight), **options)
 
     @cached_property
     def processes(self) -> Processes | None:

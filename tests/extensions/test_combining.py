@@ -52,8 +52,8 @@ def test_forgetting_a_linear_model_is_the_fit_to_the_rest(structure: str) -> Non
     la = fitted(x, y, structure, prior_mean=0.2)
     before = copy.deepcopy(la.model.state_dict())
     if structure == "full":
-        la.forget(DataLoader(TensorDataset(x[:5], y[:5]), 2), move_mean=True)
-        la.forget(DataLoader(TensorDataset(x[5:9], y[5:9]), 2), move_mean=True)  # from a mean that has moved
+        laplace.forget_with_mean(la, DataLoader(TensorDataset(x[:5], y[:5]), 2))
+        laplace.forget_with_mean(la, DataLoader(TensorDataset(x[5:9], y[5:9]), 2))  # from a mean that has moved
         rest = fitted(x[9:], y[9:], structure, prior_mean=0.2)
         torch.testing.assert_close(la.mean, rest.mean, rtol=1e-8, atol=1e-8)
         torch.testing.assert_close(la.posterior_precision, rest.posterior_precision, rtol=1e-8, atol=1e-8)
@@ -62,7 +62,7 @@ def test_forgetting_a_linear_model_is_the_fit_to_the_rest(structure: str) -> Non
         torch.testing.assert_close(la(x)[1], rest(x)[1], rtol=1e-8, atol=1e-8)
     else:
         distance = (la.mean - fitted(x[9:], y[9:], structure, prior_mean=0.2).mean).norm()
-        la.forget(DataLoader(TensorDataset(x[:9], y[:9]), 3), move_mean=True)
+        laplace.forget_with_mean(la, DataLoader(TensorDataset(x[:9], y[:9]), 3))
         assert (la.mean - fitted(x[9:], y[9:], structure, prior_mean=0.2).mean).norm() < 0.2 * distance
     assert all(torch.equal(t, before[name]) for name, t in la.model.state_dict().items())
     assert "as data were removed" in repr(la)
@@ -71,7 +71,7 @@ def test_forgetting_a_linear_model_is_the_fit_to_the_rest(structure: str) -> Non
 def test_a_moved_mean_survives_a_state() -> None:
     x, y = linear_data()
     la = fitted(x, y)
-    la.forget(DataLoader(TensorDataset(x[:5], y[:5]), 2), move_mean=True)
+    laplace.forget_with_mean(la, DataLoader(TensorDataset(x[:5], y[:5]), 2))
     other = Laplace(la.model, "regression", "all", "full")
     other.load_state_dict(la.state_dict())
     torch.testing.assert_close(other.mean, la.mean)
@@ -101,7 +101,7 @@ def test_weights_and_a_noise_per_output_when_forgetting() -> None:
         return torch.tensor([weigh[tuple(row.tolist())] for row in x])
 
     la.fit(DataLoader(TensorDataset(x, y), 8), weight_fn=weight_fn)
-    la.forget(DataLoader(TensorDataset(x[:6], y[:6]), 4), weight_fn=weight_fn, move_mean=True)
+    laplace.forget_with_mean(la, DataLoader(TensorDataset(x[:6], y[:6]), 4), weight_fn=weight_fn)
     torch.testing.assert_close(la.mean, mode(*whole[1].tensors), rtol=1e-8, atol=1e-8)
 
 
@@ -318,7 +318,7 @@ def test_a_refined_regression_forgets_from_its_mode() -> None:
     la = Laplace(model, "regression", "all", "full", sigma_noise=SIGMA, prior_precision=DELTA)
     la.fit([(x, y)])
     la.refine([(x, y)])
-    la.forget([(x[:7], y[:7])], move_mean=True)
+    laplace.forget_with_mean(la, [(x[:7], y[:7])])
     torch.testing.assert_close(la.mean, fitted(x[7:], y[7:]).mean, rtol=1e-7, atol=1e-8)
 
 
@@ -329,11 +329,11 @@ def test_what_would_move_the_mean_wrongly_is_refused() -> None:
     la.fit([(x, labels)])
     la.refine([(x, labels)])
     with pytest.raises(UnsupportedError, match="refined"):
-        la.forget([(x[:5], labels[:5])], move_mean=True)
+        laplace.forget_with_mean(la, [(x[:5], labels[:5])])
     la = fitted(x, y)
-    la.forget([(x[:5], y[:5])], move_mean=True)
+    laplace.forget_with_mean(la, [(x[:5], y[:5])])
     moved = la.mean
-    with pytest.raises(InvalidArgument, match="move_mean=True"):
+    with pytest.raises(InvalidArgument, match="forget_with_mean"):
         la.forget([(x[5:9], y[5:9])])
     with pytest.raises(InvalidArgument, match="override"):
         la.fit([(x[5:9], y[5:9])], override=False)

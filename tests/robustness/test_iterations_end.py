@@ -158,7 +158,7 @@ def test_a_bound_that_never_rises_ends_the_refinement(
 
 
 def test_projections_that_get_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from laplace.predictive import projected
+    from laplace.extensions import projected
 
     la, loader = fitted()
     n_sweeps = 0

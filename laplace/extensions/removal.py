@@ -18,16 +18,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.batch import DataWeights
+from laplace.core.arguments import checked
+from laplace.core.batch import DataWeights, WeightFn, require_loader
 from laplace.core.positions import target_rows
 from laplace.core.precision_policy import widened
 from laplace.engines.native.autograd import without_cudnn
-from laplace.errors import UnsupportedError
+from laplace.errors import InvalidType, UnsupportedError
+from laplace.fitting.fit import FitOptions, forget
 from laplace.likelihoods.base import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
+from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.structures.fit import Fit
+
+
+@checked
+def forget_with_mean(
+    la: ParametricLaplace,
+    loader: Iterable[Any],
+    progress_bar: bool = False,
+    *,
+    weight: float = 1.0,
+    weight_fn: WeightFn | None = None,
+    dict_key_weight: str | None = None,
+) -> None:
+    """Removes data from the fit, in place, and moves the mean to what training without them would give, by one step.
+
+    As `la.forget`, whose mean stays; this takes one Newton step, m + (P − s H_S)⁻¹ s (g_S + H_S (m − θ*)), g_S the
+    gradient of the loss of the data. `la.mean` then holds the new weights, and linearised predictions follow; the
+    network is not changed. For a linear Gaussian model that is the fit to the rest; for networks it is an
+    approximation, and no certificate that the data left no trace.
+
+    Args:
+        la: The posterior, which loses the data.
+        loader: Batches of data that were fitted before, at the network's present weights.
+        progress_bar: Show a progress bar.
+        weight: Weight of these data in the fit: 1, or `decay**k` if k later fits had that `decay`.
+        weight_fn: The weights with which the data were fitted, as in `fit`.
+        dict_key_weight: The key of these weights, as in `fit`.
+
+    Raises:
+        InvalidType: Another object.
+        NotFittedError: Before `fit`.
+        ModelChangedError: The network's weights are no longer those of the fit.
+        InvalidData: More data than were fitted, or data that cannot be used.
+        CurvatureError: The curvature would be indefinite: these data were not fitted.
+        UnsupportedError: The structure is no sum over data, or its curvature is a random estimate; a network that is
+            spread over processes; or a refined classifier. After every error the former posterior is kept.
+    """
+    if not isinstance(la, ParametricLaplace):
+        raise InvalidType(f"la is a {type(la).__name__}; a posterior over weights is accepted, as Laplace makes it.")
+    la.fitted()
+    require_loader(loader, "loader")
+    options = FitOptions.of_removal(
+        weight, progress_bar=progress_bar, weight_fn=weight_fn, dict_key_weight=dict_key_weight
+    )
+    before, batches = la.snapshot(), list(loader)
+    if before.weights.fsdp_processes is not None:
+        raise UnsupportedError(
+            "forget_with_mean of a network that is spread over several processes: the mean would move by the data of "
+            "each; fit in one process, or take la.forget, which leaves the mean."
+        )
+    after = forget(before, batches, options)
+    la.set_posterior(moved_by_removal(before.uncalibrated(), after, batches, options.weights, weight))
 
 
 def moved_by_removal(
@@ -45,12 +99,12 @@ def moved_by_removal(
     refinement = before.refinement
     if refinement is not None and refinement.method != "forget" and not before.likelihood.has_noise:
         raise UnsupportedError(
-            "forget(move_mean=True) of a refined posterior, whose loss is known around the network's weights alone: "
+            "forget_with_mean of a refined posterior, whose loss is known around the network's weights alone: "
             "fit and forget without refine, or refine afterwards with the data that are left."
         )
     if before.choices.loss is not None:
         raise UnsupportedError(
-            "forget(move_mean=True) with a loss that was assigned to the backend: its gradient is not known."
+            "forget_with_mean with a loss that was assigned to the backend: its gradient is not known."
         )
     with autograd_mode(), torch.no_grad(), same_random_state(before.model):
         centre, delta = before.expansion_point, widened(before.prior.diagonal().detach())
