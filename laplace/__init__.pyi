@@ -28,6 +28,7 @@ from laplace.extensions.export import export
 from laplace.extensions.influence import influence, label_errors
 from laplace.extensions.merging import from_optimizer, merge
 from laplace.extensions.mimo import MimoBatches, from_mimo, mimo_loss, mimo_outputs
+from laplace.extensions.ood import ood_score, ood_scorer
 from laplace.extensions.projected import projected
 from laplace.extensions.removal import forget_with_mean
 from laplace.grid import (
@@ -147,6 +148,8 @@ __all__ = [
     "merge",
     "mimo_loss",
     "mimo_outputs",
+    "ood_score",
+    "ood_scorer",
     "projected",
     "quadratic_penalty",
     "saliency",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from laplace.comparison import Comparison
     from laplace.report import Report
     from laplace.tuning.group import PosteriorGroup
-    from laplace.tuning.ood import OodMethod
 
 _OTHER_NAMES = {
     "predict_proba": "la(x) returns the class probabilities, [B, C].",
@@ -341,80 +340,6 @@ class Predicting(ABC):
             pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
         )
         return reported(self._predict_with, self._group, test, ood, train, options, progress_bar=progress_bar)
-
-    @overload
-    def ood_score(
-        self, x: Any, method: OodMethod | None = ..., *, train_loader: Iterable[Any] | None = ..., n_samples: int = ...,
-        generator: torch.Generator | None = ..., progress_bar: bool = ...,
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def ood_score(
-        self, x: Any, method: Sequence[OodMethod], *, train_loader: Iterable[Any] | None = ..., n_samples: int = ...,
-        generator: torch.Generator | None = ..., progress_bar: bool = ...,
-    ) -> dict[str, Tensor]: ...  # fmt: skip
-
-    @checked
-    def ood_score(
-        self,
-        x: Any,
-        method: OodMethod | Sequence[OodMethod] | None = None,
-        *,
-        train_loader: Iterable[Any] | None = None,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        """How far every input is from the data, `[B]`, larger is stranger: to tell data of another kind apart.
-
-        The posterior is that of the evidence, whatever `calibrate` chose for probabilities: with the hyper-parameters
-        of the last `optimize_prior_precision` or `optimize_hyperparameters` by the evidence; without one the prior
-        precision is tuned at the first call and kept. Predictions stay as they are.
-
-        | `method` | score |
-        |---|---|
-        | `"confidence"` | 1 − the posterior's largest probability (the probit link); the default for labels |
-        | `"entropy"` | entropy of the posterior's prediction |
-        | `"mutual_information"` | of the label and the outputs, by samples: what disagrees between networks |
-        | `"latent_variance"` | sum of the variances of the outputs; the default for other targets |
-        | `"network"` | 1 − the network's own largest probability |
-        | `"energy"` | −log Σ_c exp f_c of the network's outputs (Liu et al., 2020) |
-        | `"mahalanobis"` | squared distance of the last layer's features to the nearest class (Lee et al., 2018) |
-        | `"classwise_mahalanobis"` | the same with a covariance for every class |
-        | `"classwise_leverage"` | smallest φᵀ (Σ φφᵀ + δσ²T)⁻¹ φ over the classes, φ the features and a 1 |
-
-        Distances of features take the training data once; covariances are shrunk (Chen et al., 2010). Where targets are
-        no classes, all data are of one. Which score fails when is measured in docs/which_method.md. A mixture has the
-        score of its prediction, or the mean of its networks'.
-
-        Args:
-            x: Inputs of B data: a tensor, tuple or mapping, or a loader, whose labels are not read.
-            method: A score, or several, which take one pass together; None for the default.
-            train_loader: The training data, for distances of features; statistics of them are kept until the next
-                `fit`, and saved with the posterior.
-            n_samples: Number of samples of the outputs, for `"mutual_information"`.
-            generator: Random generator of these samples, which are the same for all inputs; None for seed 0.
-            progress_bar: Show progress bars.
-
-        Returns:
-            `[B]`, float64, or one number per token or pixel; of several scores a dictionary of them by name. Without a
-            gradient.
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidArgument: Another name, no training data where they are needed, or some where they are not.
-            InvalidType: x is None or a number, or the training data are no loader.
-            InvalidData: There are no inputs, or they lead to numbers that are not finite.
-            ModelChangedError: The network was trained further after `fit`.
-            UnsupportedError: A score that this likelihood does not have; outputs with positions, for distances of
-                features; or a class with predictions of its own.
-
-        Warns:
-            TuningWarning: The search of the evidence did not converge.
-        """
-        from laplace.tuning.ood import ood_score
-
-        return ood_score(self, x, method, train_loader, n_samples, generator, progress_bar=progress_bar)
 
 
 class PosteriorPredicting(Predicting):

@@ -150,7 +150,7 @@ class Report:
         ood: `auroc` and `fpr95` of each model's score between the test data and data of another kind, by model; empty
             if none were given.
         ood_scores: What each model's score was: its largest probability (regression: its variance), of a posterior of
-            `la.report` the default of `la.ood_score`.
+            `la.report` the default of `laplace.ood_score`.
         advice: What to do next, a sentence each.
         n_data: Number of inputs.
         suspicious: Places of the training inputs whose labels contradict the others most, with their self-influence in

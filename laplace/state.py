@@ -13,13 +13,11 @@ from torch import Tensor
 from laplace.contract.by_hand import known_form
 from laplace.contract.manual_fit import checked_tensor, with_parts, with_root, without_data
 from laplace.core import nested
-from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.features import FeatureStatistics
 from laplace.posterior.posterior import REFINEMENTS, Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, SignedOptions, move
 from laplace.structures.fit import Fit
@@ -68,8 +66,6 @@ class State:
     assigned_mean: Tensor | None = None
     posterior_scale: Tensor | None = None
     calibration: dict[str, Any] | None = None
-    by_evidence: dict[str, Tensor] | None = None
-    features: dict[str, Any] | None = None
 
 
 _REQUIRED = tuple(entry.name for entry in fields(State) if entry.default is MISSING)
@@ -124,14 +120,7 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         "refinement": None if refinement is None else refinement.state(),
         **_assigned(posterior),
         **({} if posterior.calibration is None else {"calibration": posterior.calibration.state()}),
-        **_for_ranking(posterior.require_fitted()),
     }
-
-
-def _for_ranking(data: Fitted) -> dict[str, Any]:
-    """What scores of distance from the data keep: what an evidence chose, and where the features lie."""
-    chosen = {} if data.by_evidence is None else {"by_evidence": data.by_evidence.state()}
-    return chosen if data.features is None else {**chosen, "features": data.features.state()}
 
 
 def _assigned(posterior: Posterior) -> dict[str, Tensor]:
@@ -245,18 +234,14 @@ def _of_state(posterior: Posterior, state: State, curvature: Curvature) -> Poste
     keys = {"dict_key_x": state.dict_key_x, "dict_key_y": state.dict_key_y}
     posterior = posterior.with_choices(precision_options=options, **keys).assigned(**_as_given(vars(state)))
     like, n_params = posterior.hypers.prior_mean.detach(), posterior.problem.layout.n_params
-    loss, chosen, features = state.loss.to(like.device), state.by_evidence, state.features
-    coverage, draws, own = dict(state.coverage), state.draws, state.assigned_mean
+    loss, own = state.loss.to(like.device), state.assigned_mean
+    coverage, draws = dict(state.coverage), state.draws
     gaps = None if state.gaps is None else state.gaps.to(like.device)
     fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed, gaps)
-    if chosen is not None:  # as they are, which users could have given
-        posterior.assigned(**_as_given(chosen))
     data = Fitted(
         fit, state.mean.to(like), ModelWatch(Fingerprint.of(posterior.model, attributes=state.attributes)),
         refinement=None if state.refinement is None else _refinement(posterior, state.refinement, fit),
         assigned_mean=None if own is None else checked_tensor("assigned_mean", own, posterior, (n_params,)),
-        by_evidence=None if chosen is None else Hyperparameters.from_state(chosen, like.device),
-        features=None if features is None else FeatureStatistics.from_state(features, like.device),
     )  # fmt: skip
     posterior = replace(posterior, data=data)
     if state.posterior_scale is not None:

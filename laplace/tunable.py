@@ -289,8 +289,6 @@ class Tunable(ABC):
 
         report(result)
         tuned = posteriors.assigned(**result.values_of(names))
-        if by_evidence:
-            tuned = tuple(posterior.chosen_by_evidence() for posterior in tuned)
         self._take_over(tuned)
         if by_evidence:
             held_out.warn_if_worse(tuned)

@@ -228,10 +228,10 @@ def test_the_report_of_a_posterior_is_that_of_its_probabilities_and_the_networks
     for own, other in zip(found.verdicts, expected.verdicts, strict=True):
         assert own.sentence == other.sentence
     assert found.ood["network"] == pytest.approx(expected.ood["network"])
-    inside, outside = la.ood_score(x), la.ood_score(3 * x[:10])
+    inside, outside = laplace.ood_score(la, x), laplace.ood_score(la, 3 * x[:10])
     assert found.ood["posterior"]["auroc"] == pytest.approx(float(metrics.auroc(-inside, -outside)))
-    assert found.ood_scores == {"posterior": "confidence of la.ood_score", "network": "1 − largest probability"}
-    assert "confidence of la.ood_score" in repr(found) and found.to_dict()["ood_scores"] == found.ood_scores
+    assert found.ood_scores == {"posterior": "confidence of laplace.ood_score", "network": "1 − largest probability"}
+    assert "confidence of laplace.ood_score" in repr(found) and found.to_dict()["ood_scores"] == found.ood_scores
     assert found.to_dict()["scores"]["nll"] == pytest.approx(expected.to_dict()["scores"]["nll"])
 
 
@@ -241,8 +241,8 @@ def test_the_report_of_a_regression_has_the_noise() -> None:
     mean, variance = la(x, diagonal_output=True, observation_noise=True)
     expected = report.of_gaussians(mean, variance, y, network=(la.model(x).detach(), torch.ones_like(mean)))
     assert [v.sentence for v in found.verdicts] == [v.sentence for v in expected.verdicts]
-    assert found.ood_scores == {"posterior": "latent_variance of la.ood_score", "network": "predicted variance"}
-    inside, outside = la.ood_score(x), la.ood_score(x[:9] + 5)
+    assert found.ood_scores == {"posterior": "latent_variance of laplace.ood_score", "network": "predicted variance"}
+    inside, outside = laplace.ood_score(la, x), laplace.ood_score(la, x[:9] + 5)
     assert found.ood["posterior"]["fpr95"] == pytest.approx(float(metrics.fpr95(-inside, -outside)))
     assert found.ood["network"]["auroc"] == 0.5
 
@@ -266,7 +266,7 @@ def test_a_mixture_is_reported_beside_its_ensemble() -> None:
     mixture = MixtureLaplace([la, other])
     found = mixture.report([(x, y)], ood=[3 * x[:10]])
     assert [verdict.name for verdict in found.verdicts] == ["posterior", "ensemble"]
-    inside, outside = mixture.ood_score(x), mixture.ood_score(3 * x[:10])
+    inside, outside = laplace.ood_score(mixture, x), laplace.ood_score(mixture, 3 * x[:10])
     assert found.ood["posterior"]["auroc"] == pytest.approx(float(metrics.auroc(-inside, -outside)))
     assert set(found.ood) == {"posterior", "ensemble"}
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import laplace
 from benchmarks.quality.data import Pair, Split
 from benchmarks.quality.networks import trained
 from benchmarks.quality.rows import Row
 from laplace import Laplace, metrics
+from laplace.extensions.ood import METHODS
 from laplace.posterior.calibration import Calibration
-from laplace.tuning.ood import METHODS
 
 Predicted = Any
 """Probabilities `[N, C]`, or `(mean, variance)`."""
@@ -107,7 +108,7 @@ def laplace_columns(model: nn.Module, split: Split, posterior: str) -> Iterator[
 
 
 def unseen_scores(row: Row, split: Split, seed: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """AUROC and FPR95 of every score of `la.ood_score` between test data and unseen inputs, by posterior and score."""
+    """AUROC and FPR95 of every `laplace.ood_score` between test data and unseen inputs, by posterior and score."""
     if split.unseen is None:
         return {}
     model, train = trained(row.make, split, seed, **row.options), batches(split.train)
@@ -115,8 +116,8 @@ def unseen_scores(row: Row, split: Split, seed: int) -> dict[str, dict[str, tupl
     for posterior in row.posteriors:
         la = Laplace(model, "classification", *POSTERIORS[posterior])
         la.fit(train)
-        inside = la.ood_score(split.test[0], OOD_METHODS, train_loader=train)
-        outside = la.ood_score(split.unseen, OOD_METHODS)
+        scorer = laplace.ood_scorer(la, OOD_METHODS, train_loader=train)
+        inside, outside = scorer(split.test[0]), scorer(split.unseen)
         pairs = {name: (-inside[name], -outside[name]) for name in inside}
         found[posterior] = {n: (float(metrics.auroc(*p)), float(metrics.fpr95(*p))) for n, p in pairs.items()}
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.quality.methods import CALIBRATE, EVIDENCE, NETWORK, POSTERIORS, REFITS, TEMPERATURE
-from laplace.tuning.ood import DEFAULT
+from laplace.extensions.ood import DEFAULT
 
 Line = dict[str, Any]
 """One column on one split, as `__main__.measured` makes it."""
@@ -229,7 +229,7 @@ def _unseen(rows: list[dict[str, Any]]) -> Target:
         return ", ".join(said), good
 
     return _judged(
-        "unseen inputs: AUROC of la.ood_score by default ≥ the network's − 0.003 on every row, + 0.01 on the mean",
+        "unseen inputs: AUROC of laplace.ood_score by default ≥ the network's − 0.003 on every row, + 0.01 on the mean",
         [row for row in rows if any(row.get("unseen", ()))], figure,
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
     with torch.inference_mode(False), torch.no_grad():
         for name, value in parts.items():
             data = _with_part(data, former, name, value)
-    return replace(former, data=replace(data, features=None, by_evidence=None), root=None)
+    return replace(former, data=data, root=None)
 
 
 def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:

@@ -11,6 +11,7 @@ EXTENSIONS = {
     "laplace.extensions.influence": "influence label_errors",
     "laplace.extensions.merging": "from_optimizer merge",
     "laplace.extensions.mimo": "MimoBatches from_mimo mimo_loss mimo_outputs",
+    "laplace.extensions.ood": "ood_score ood_scorer",
     "laplace.extensions.projected": "projected",
     "laplace.extensions.removal": "forget_with_mean",
 }

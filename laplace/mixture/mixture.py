@@ -335,11 +335,19 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
     # Tuning.
 
-    @property
-    def _group(self) -> PosteriorGroup:
+    def snapshot(self) -> PosteriorGroup:
+        """The posteriors with the rule of their weights, which later assignments to this object do not change.
+
+        Raises:
+            InvalidArgument: Weights by the evidence of components that were fitted to different numbers of data.
+        """
         if self._rule == "evidence":
             self._check_same_data()
         return PosteriorGroup(tuple(la.snapshot() for la in self.components), partial(_weights_of_group, self._rule))
+
+    @property
+    def _group(self) -> PosteriorGroup:
+        return self.snapshot()
 
     @property
     def _calibration(self) -> Calibration | None:

@@ -34,7 +34,6 @@ from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import own_precision
 from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.features import FeatureStatistics
 from laplace.structures.base import Curvature, DataPass, Precision, SignedOptions
 from laplace.structures.fit import Fit
 from laplace.structures.fixed_root import FixedRootPrecision
@@ -298,9 +297,6 @@ class Fitted:
     separate_factors: Fit | ManualFit | None = None
     # Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`
     content: Content | None = None
-    features: FeatureStatistics | None = None  # Where the data lie in the last layer's features, once that was asked
-    # What an evidence of these data chose last; None before, and of other noise, temperature or prior mean
-    by_evidence: Hyperparameters | None = None
 
     @property
     def fit(self) -> Fit:
@@ -338,8 +334,6 @@ class Fitted:
             None if self.refinement is None else self.refinement.moved(device, dtype),
             None if mean is None else mean.to(device=device, dtype=dtype),
             content=self.content,
-            features=None if self.features is None else self.features.moved(device),
-            by_evidence=None if self.by_evidence is None else self.by_evidence.moved(device, dtype),
         )
 
 
@@ -430,16 +424,7 @@ class Posterior:
     def assigned(self, **given: Given) -> Posterior:
         """The posterior at hyper-parameters as users give them, by name."""
         self.refuse_calibrated(f"assigning {' and '.join(given)}")
-        posterior = self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
-        return posterior if given.keys() <= {"prior_precision"} else posterior.knowing(by_evidence=None)
-
-    def chosen_by_evidence(self) -> Posterior:
-        """The posterior that remembers its hyper-parameters as those of an evidence."""
-        return self.knowing(by_evidence=self.hypers.detached())
-
-    def knowing(self, **facts: Any) -> Posterior:
-        """The posterior with what is known of its data besides their curvature, by name; before a fit nothing is."""
-        return self if self.data is None else replace(self, data=replace(self.data, **facts))
+        return self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
 
     def calibrated(self, calibration: Calibration) -> Posterior:
         """The posterior with the covariance that a calibration chose."""
@@ -527,14 +512,12 @@ class Posterior:
 
     def with_fit(self, fit: Fit) -> Posterior:
         """The posterior of other data, around the same mean; a refinement, which was of the former ones, is gone."""
-        data = replace(
-            self.require_fitted(), source=fit, refinement=None, content=None, features=None, by_evidence=None
-        )
+        data = replace(self.require_fitted(), source=fit, refinement=None, content=None)
         return replace(self, data=data, root=None)
 
     def with_refinement(self, refinement: Refinement) -> Posterior:
         """The posterior around another mean."""
-        data = replace(self.require_fitted(), refinement=refinement, by_evidence=None)
+        data = replace(self.require_fitted(), refinement=refinement)
         return replace(self, data=data, root=None)
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Posterior:

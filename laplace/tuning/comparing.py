@@ -37,7 +37,6 @@ from laplace.report import (
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation, warn_if_worse_than_chance
-from laplace.tuning.ood import Ranking, checked_methods, default_method
 
 Predict = Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction]
 
@@ -129,9 +128,7 @@ def reported(
         between = rows.average([(each - mean).square() for each in f])
         return rows, [rows.mean, rows.variance], [mean, between + noise.square()]
 
-    score = default_method(group)
-    methods = checked_methods(group, score) if ood is not None else ()
-    ranking = Ranking.of(group, methods, None, options.n_samples, None) if methods else None
+    scorer = None if ood is None else laplace.ood_scorer(group, n_samples=options.n_samples)
     sides: tuple[list[list[Tensor]], list[list[Tensor]]] = ([], [])
     network_outside: list[Tensor] = []
     inside: list[Tensor] = []
@@ -151,13 +148,13 @@ def reported(
                 n_data += len(of) // math.prod(rows.positions)
                 for side, values in zip(sides, (posterior, network), strict=True):
                     side.append([targets.counted(value)[0] for value in values])
-                if ranking is not None:
-                    inside.append(targets.counted(ranking.scores(x)[0][score].unsqueeze(1))[0])
-        if ranking is not None:
+                if scorer is not None:
+                    inside.append(targets.counted(scorer(x).reshape(-1, 1))[0])
+        if scorer is not None:
             for name, x in data.ood_inputs(first):
                 with named(name):
                     network_outside.append(both(x)[2][-1])  # probabilities, or variances
-                    outside.append(ranking.scores(x)[0][score])
+                    outside.append(scorer(x).flatten())
     ours, theirs = ([torch.cat(parts).cpu() for parts in zip(*side, strict=True)] for side in sides)
     names = ("ensemble" if len(group.posteriors) > 1 else "network", "posterior")
     y, of_rows = torch.cat(labels).cpu(), torch.cat(datum)
@@ -167,8 +164,8 @@ def reported(
     else:
         found = of_probabilities(ours[0], y, network=theirs[0], names=names, generator=drawn, datum=of_rows)
     _warn_if_worse_than_chance(first, found.comparison)
-    if ranking is not None:
-        told = Strangers(f"{score} of la.ood_score", torch.cat(inside).squeeze(1), torch.cat(outside))
+    if scorer is not None:
+        told = Strangers(f"{scorer.methods[0]} of laplace.ood_score", torch.cat(inside).squeeze(1), torch.cat(outside))
         others = strangers_of(Predictions(names[0], tuple(theirs)), torch.cat(network_outside).cpu())
         found = found.with_strangers(dict([(names[1], told), others]))
     return found if train is None else replace(found, suspicious=_suspicious(group, train, progress_bar))

@@ -6,14 +6,13 @@ A scatter Σ (φ − μ)(φ − μ)ᵀ is kept by its eigenpairs, so that a dist
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.core import eigen, nested
+from laplace.core import eigen
 from laplace.core.precision_policy import widened
-from laplace.errors import InvalidData, StateError
+from laplace.errors import InvalidData
 
 _NEGLIGIBLE = 1e-12
 """Share of the features' squares within their classes that is rounding."""
@@ -100,37 +99,6 @@ class FeatureStatistics:
             cross, of_mean = offsets @ solved_mean, mean @ solved_mean + 1 / ridge
             leverages.append(own + (of_mean + 2 * cross - n * cross.square()) / (1 + n * of_mean))
         return torch.stack(leverages).amin(0)
-
-    # Elsewhere, and in states.
-
-    def moved(self, device: torch.device | None) -> FeatureStatistics:
-        """The same on another device."""
-        return self if device is None else self.from_state(self.state(), device)
-
-    def state(self) -> dict[str, Any]:
-        """Tensors and strings, from which it is made again."""
-        pairs = [(scatter.values, scatter.vectors) for scatter in (self.tied, *self.by_class)]
-        return {"layer": self.layer, "counts": self.counts, "means": self.means, "scatters": [list(p) for p in pairs]}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> FeatureStatistics:
-        """The statistics of a state, on a device."""
-
-        def there(tensor: Tensor) -> Tensor:
-            return widened(tensor.to(device))
-
-        tied, *by_class = (Scatter(there(values), there(vectors)) for values, vectors in state["scatters"])
-        counts, means = there(state["counts"]), there(state["means"])
-        found = nested.from_state(cls, {**state, "counts": counts, "means": means, "tied": tied, "by_class": by_class})
-        n_classes, width = (*means.shape, 0, 0)[:2]
-        nested.require_sizes("the counts of the features", counts, n_classes)
-        nested.require_sizes("the means of the features", means, n_classes, width)
-        for scatter in (tied, *by_class):
-            nested.require_sizes("a scatter of the features", scatter.vectors, width, None)
-            nested.require_sizes("the eigenvalues of a scatter", scatter.values, scatter.vectors.shape[1])
-        if len(by_class) not in (0, n_classes):
-            raise StateError(f"{len(by_class)} scatters of {n_classes} classes.")
-        return found
 
 
 @dataclass(eq=False)

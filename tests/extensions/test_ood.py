@@ -1,4 +1,4 @@
-"""Scores of distance from the data against dense oracles, and what a posterior keeps for them."""
+"""Scores of distance from the data against dense oracles, and the posterior that inputs are ranked by."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from laplace.errors import (
     InvalidType,
     ModelChangedError,
     NotFittedError,
+    StateWarning,
     UnsupportedError,
 )
-from laplace.tuning import ood
-from laplace.tuning.ood import METHODS
+from laplace.extensions import ood
+from laplace.extensions.ood import METHODS
 from tests import grid
 from tests.reference import ood as reference
 from tests.reference import predictive
@@ -81,7 +82,7 @@ def at_evidence(la: Any) -> Any:
 )
 def test_scores_of_two_classes(weights: str, structure: str) -> None:
     la, x, (train, y) = fitted(weights, structure, 2), others(), data(n_classes=2)
-    found = la.ood_score(x, ALL, train_loader=[(train, y)], n_samples=40000)
+    found = laplace.ood_score(la, x, ALL, train_loader=[(train, y)], n_samples=40000)
     wide = at_evidence(la)
     mean, covariance = wide.predictive_moments(x)
     f = net(2)(x).detach()
@@ -110,7 +111,7 @@ def test_statistics_of_few_features_and_of_many(n: int) -> None:
     y[0] = 1  # which leaves class 0 with one input less than class 1
     la.fit([(x, y)])
     batches = list(zip(x.split(11), y.split(11), strict=True))
-    found = la.ood_score(others(), OF_FEATURES, train_loader=batches)
+    found = laplace.ood_score(la, others(), OF_FEATURES, train_loader=batches)
     inside, at = model[:2](x).detach(), model[:2](others()).detach()
     for name, classwise in (("mahalanobis", False), ("classwise_mahalanobis", True)):
         assert_close(found[name], reference.mahalanobis(inside, y, at, classwise=classwise), "backend", label=name)
@@ -123,7 +124,7 @@ def test_a_shifted_mean_of_the_features_costs_no_digits() -> None:
     x, y = data(200)
     la = Laplace(model, "classification", "last_layer", "kron")
     la.fit([(x + 1e4, y)])
-    found = la.ood_score(others() + 1e4, OF_FEATURES, train_loader=[(x + 1e4, y)])
+    found = laplace.ood_score(la, others() + 1e4, OF_FEATURES, train_loader=[(x + 1e4, y)])
     inside, at = model[:2](x + 1e4).detach(), model[:2](others() + 1e4).detach()
     expected = reference.mahalanobis(inside, y, at, classwise=True)
     assert float((found["classwise_mahalanobis"] / expected - 1).abs().max()) < 1e-6
@@ -138,8 +139,8 @@ def test_a_regression_has_variances_and_distances() -> None:
     la.fit([(train, y)])
     wide = at_evidence(la)
     covariance = wide.predictive_moments(x)[1]
-    found = la.ood_score(
-        x, ["latent_variance", "mutual_information", "entropy", *OF_FEATURES], train_loader=[(train, y)]
+    found = laplace.ood_score(
+        la, x, ["latent_variance", "mutual_information", "entropy", *OF_FEATURES], train_loader=[(train, y)]
     )
     assert_close(found["latent_variance"], covariance.diagonal(dim1=1, dim2=2).sum(1), "algebra")
     ratio = covariance / 0.09 + torch.eye(2).double()
@@ -151,36 +152,36 @@ def test_a_regression_has_variances_and_distances() -> None:
     assert_close(found["classwise_leverage"], reference.leverage(inside, one, at, ridge), "backend")
     for name in ("mahalanobis", "classwise_mahalanobis"):  # one class
         assert_close(found[name], reference.mahalanobis(inside, one, at, classwise=False), "backend")
-    assert_close(la.ood_score(x), found["latent_variance"], "algebra")
+    assert_close(laplace.ood_score(la, x), found["latent_variance"], "algebra")
     for name in ("network", "confidence", "energy"):
         with pytest.raises(UnsupportedError, match=name):
-            la.ood_score(x, name)
+            laplace.ood_score(la, x, name)
 
 
 @pytest.mark.parametrize("likelihood", grid.LIKELIHOODS)
 def test_every_likelihood_has_scores_or_says_why_not(likelihood: str) -> None:
     la = grid.fitted("all", "kron", likelihood, prior_precision=20.0)
     x = grid.data(likelihood)[0]
-    scores = la.ood_score(x)
+    scores = laplace.ood_score(la, x)
     assert scores.shape == (len(x),) and bool(scores.isfinite().all()) and scores.unique().numel() > 1
     if likelihood != "reward_modeling":
-        assert la.ood_score(x, "mutual_information").shape == (len(x),)
-        assert la.ood_score(x, "classwise_leverage", train_loader=grid.batches(likelihood)).shape == (len(x),)
+        assert laplace.ood_score(la, x, "mutual_information").shape == (len(x),)
+        assert laplace.ood_score(la, x, "classwise_leverage", train_loader=grid.batches(likelihood)).shape == (len(x),)
     if likelihood == "bernoulli":
         wide = at_evidence(la).predict(x)
         assert_close(scores, 1 - torch.maximum(wide.mean, 1 - wide.mean).mean(1), "float32")
         with pytest.raises(UnsupportedError, match="softmax"):
-            la.ood_score(x, "energy")
+            laplace.ood_score(la, x, "energy")
 
 
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
 def test_every_structure_ranks_by_its_own_variances(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure)
     x = grid.data()[0]
-    found = la.ood_score(x, ["latent_variance", "confidence"])
+    found = laplace.ood_score(la, x, ["latent_variance", "confidence"])
     other = grid.fitted(weights, structure)
-    chosen: Any = la.snapshot().require_fitted().by_evidence
-    other.prior_precision = chosen.prior_precision
+    ranked = laplace.ood_scorer(la).group.first
+    other.prior_precision = ranked.hypers.prior_precision
     mean, variance = other.predictive_moments(x, diagonal_output=True)
     assert_close(found["latent_variance"], variance.sum(1), "float32_solve")
     assert_close(found["confidence"], reference.doubt(predictive.probit(mean, torch.diag_embed(variance))), "float32")
@@ -191,8 +192,8 @@ def test_a_gaussian_process_and_a_trained_one() -> None:
     la = Laplace(net(), "classification", "all", "gp", n_subset=40)
     la.fit([(x, y)])
     exact = fitted("all", "full")
-    assert la.ood_score(others(), "network").shape == (6,)
-    assert float((la.ood_score(others()) - exact.ood_score(others())).abs().max()) < 1e-4
+    assert laplace.ood_score(la, others(), "network").shape == (6,)
+    assert float((laplace.ood_score(la, others()) - laplace.ood_score(exact, others())).abs().max()) < 1e-4
 
 
 # Hyper-parameters of the evidence.
@@ -202,64 +203,162 @@ def test_calibration_leaves_the_scores_and_scores_the_predictions() -> None:
     la, (x, y) = fitted("all", "kron"), data(60)
     x = x + 0.1
     before = la(x)
-    scores = la.ood_score(others(), ["confidence", "latent_variance"])
+    scores = laplace.ood_score(la, others(), ["confidence", "latent_variance"])
     assert torch.equal(la(x), before) and float(la.prior_precision) == 1
     la.calibrate([(x, y)])
-    calibrated, again = la(x), la.ood_score(others(), ["confidence", "latent_variance"])
+    calibrated, again = la(x), laplace.ood_score(la, others(), ["confidence", "latent_variance"])
     assert torch.equal(la(x), calibrated) and la.calibration is not None
     for name, values in scores.items():
         assert_close(again[name], values, "exact")
 
 
-def test_a_calibrated_posterior_is_tuned_once_and_undone_as_before() -> None:
+def test_a_calibrated_posterior_ranks_as_before_and_after_undo() -> None:
     la, (x, y) = fitted("all", "kron"), data(60)
     x = x + 0.1
     la.calibrate([(x, y)])
     calibrated = la(x)
-    scores = la.ood_score(others())
+    scores = laplace.ood_score(la, others())
     assert torch.equal(la(x), calibrated)
-    assert_close(scores, at_evidence(fitted()).ood_score(others()), "algebra")
+    assert_close(scores, laplace.ood_score(at_evidence(fitted()), others()), "algebra")
     la.calibration.undo()
     assert float(la.prior_precision) == 1
-    assert_close(la.ood_score(others()), scores, "exact")
+    assert_close(laplace.ood_score(la, others()), scores, "exact")
 
 
-def test_what_the_user_tuned_by_the_evidence_is_taken() -> None:
+def _nothing(la: Any) -> None:
+    """As it was fitted."""
+
+
+def _noise_too(la: Any) -> None:
+    la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
+
+
+TUNED: dict[str, Any] = {
+    "adam": lambda la: la.optimize_prior_precision(),
+    "em": lambda la: la.optimize_prior_precision(method="em"),
+    "layerwise": lambda la: la.optimize_prior_precision(prior_structure="layerwise"),
+    "lbfgs": lambda la: la.optimize_hyperparameters(prior_structure="diag"),
+}
+
+
+@pytest.mark.parametrize("how", TUNED)
+def test_what_the_evidence_chose_is_taken_as_it_is(how: str) -> None:
+    """In its structure, also of a posterior that was calibrated since."""
+    la, (x, y) = fitted("all", "kron"), data(60)
+    TUNED[how](la)
+    mean, covariance = la.predictive_moments(others())
+    expected = reference.doubt(predictive.probit(mean, covariance))
+    assert_close(laplace.ood_score(la, others()), expected, "algebra")
+    la.calibrate([(x + 0.1, y)])
+    assert_close(laplace.ood_score(la, others()), expected, "algebra")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda la: setattr(la, "prior_precision", 77.0),
+        lambda la: la.optimize_prior_precision(method="gridsearch", val_loader=[data(60)]),
+        lambda la: la.optimize_prior_precision(n_steps=1),
+    ],
+)
+def test_another_prior_precision_than_that_of_the_evidence_is_searched_on_a_copy(change: Any) -> None:
     la = fitted("all", "kron")
-    la.optimize_prior_precision(n_steps=3)  # which is not the best yet
-    chosen = la.prior_precision.clone()
-    la.prior_precision = 77.0
-    mean, covariance = fitted("all", "kron", prior_precision=chosen).predictive_moments(others())
-    assert_close(la.ood_score(others()), reference.doubt(predictive.probit(mean, covariance)), "algebra")
-    assert float(la.prior_precision) == 77
+    la.optimize_prior_precision(prior_structure="layerwise")
+    change(la)
+    before = la.prior_precision.clone()
+    mean, covariance = at_evidence(fitted("all", "kron")).predictive_moments(others())
+    expected = reference.doubt(predictive.probit(mean, covariance))
+    assert_close(laplace.ood_score(la, others()), expected, "algebra")
+    assert torch.equal(la.prior_precision, before)
 
 
-def test_new_data_and_other_noise_are_tuned_anew() -> None:
-    la, (x, y) = fitted(), data()
+# First three scores, as they have been since scores were introduced.
+NUMBERS: dict[str, tuple[Any, list[float]]] = {
+    "fitted": (_nothing, [0.649174119476, 0.635216277046, 0.629691310576]),
+    "adam": (TUNED["adam"], [0.649175206716, 0.635217544444, 0.629692420887]),
+    "em": (TUNED["em"], [0.649172885171, 0.635214838209, 0.629690050141]),
+    "layerwise": (TUNED["layerwise"], [0.649249888567, 0.635174291841, 0.629457025138]),
+    "lbfgs": (TUNED["lbfgs"], [0.648547928371, 0.634563915875, 0.628821842803]),
+}
 
-    def known() -> Any:
-        return la.snapshot().require_fitted().by_evidence
 
-    la.ood_score(others(), "classwise_leverage", train_loader=[(x, y)])
-    assert known() is not None
-    la.prior_precision = 2.0
-    assert known() is not None
-    la.temperature = 2.0
-    assert known() is None
-    la.ood_score(others(), "classwise_leverage")  # features are known as before
-    la.fit([(x + 1, y)], override=False)
-    assert known() is None
-    with pytest.raises(InvalidArgument, match="train_loader"):
-        la.ood_score(others(), "mahalanobis")
-    la.ood_score(others())
-    la.refine([(torch.cat([x, x + 1]), torch.cat([y, y]))])
-    assert known() is None
+@pytest.mark.parametrize("how", NUMBERS)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_scores_of_the_usual_orders_of_calls(how: str, calibrated: bool) -> None:
+    la, (x, y) = fitted("all", "kron"), data()
+    change, expected = NUMBERS[how]
+    change(la)
+    if calibrated:
+        la.calibrate([(x + 0.1, y)])
+    found = laplace.ood_score(la, others())[:3]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), "backend")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_nothing, [0.4783382763834676, 0.49176883878692745, 0.26292044747083326]),
+        (_noise_too, [2.055586164750386, 1.8591631150583905, 1.1061755806270481]),
+    ],
+)
+def test_scores_of_a_regression_have_the_noise_that_was_tuned(change: Any, expected: list[float]) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(50, 4).double()
+    y = torch.stack([x.sum(1), x[:, 0]], 1) + 0.1 * torch.randn(50, 2).double()
+    la = Laplace(net(2), "regression", "all", "kron", sigma_noise=0.5)
+    la.fit([(x, y)])
+    change(la)
+    found = laplace.ood_score(la, others())[:3]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), "backend")
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_score_leaves_the_posterior_as_it_is(weights: str) -> None:
+    la, (x, y) = fitted(weights, "kron"), data()
+    before, data_before, state = la.snapshot(), la.snapshot().data, la.state_dict()
+    laplace.ood_score(la, others(), ALL, train_loader=[(x, y)])
+    assert la.snapshot().data is data_before and la.snapshot().hypers is before.hypers
+    assert la.state_dict().keys() == state.keys()
+
+
+def test_a_scorer_searches_once_and_is_of_the_posterior_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, (x, y) = fitted("all", "kron"), data()
+    expected = laplace.ood_score(la, others(), ALL, train_loader=[(x, y)])
+    batches = iter([(x[:20], y[:20]), (x[20:], y[20:])])
+    scorer = laplace.ood_scorer(la, ALL, train_loader=batches)
+    monkeypatch.setattr(ood, "Search", None)
+    la.prior_precision = 9.0
+    la.fit([(x + 1, y)])
+    for name, values in scorer(others()).items():
+        assert_close(values, expected[name], "backend", label=name)
+    assert "prior_precision=" in repr(scorer) and "'confidence'" in repr(scorer)
+    assert torch.equal(laplace.ood_scorer(la, "energy")(others()), scorer([others()[:4], others()[4:]])["energy"])
+    la.model[0].weight.data += 1
+    with pytest.raises(ModelChangedError):
+        scorer(others())
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_scorer_can_be_copied(weights: str) -> None:
+    la, (x, y) = fitted(weights, "kron"), data()
+    scorer = laplace.ood_scorer(la, ALL, train_loader=[(x, y)])
+    expected = scorer(others())
+    for other in (copy.deepcopy(scorer), pickle.loads(pickle.dumps(scorer))):
+        for name, values in other(others()).items():
+            assert_close(values, expected[name], "algebra", label=name)
+
+
+def test_a_value_and_the_object_have_the_same_scores() -> None:
+    la = fitted("all", "kron")
+    assert torch.equal(laplace.ood_score(la, others()), laplace.ood_score(la.snapshot(), others()))
+    mixture = MixtureLaplace([la, fitted("last_layer", "full")])
+    assert torch.equal(laplace.ood_score(mixture, others()), laplace.ood_score(mixture.snapshot(), others()))
 
 
 def test_a_refined_posterior_ranks_by_its_own_mean() -> None:
     la, (x, y) = fitted("all", "full"), data()
     la.refine([(x, y)])
-    found = la.ood_score(others(), ["network", "confidence"])
+    found = laplace.ood_score(la, others(), ["network", "confidence"])
     wide = copy.deepcopy(la)
     wide.optimize_hyperparameters()
     mean, covariance = wide.predictive_moments(others())
@@ -271,35 +370,42 @@ def test_an_assigned_covariance_is_taken_as_it_is() -> None:
     la = fitted("all", "diag")
     la.posterior_scale = 0.3 * torch.ones(la.n_params, dtype=torch.float64)
     mean, covariance = la.predictive_moments(others())
-    assert_close(la.ood_score(others()), reference.doubt(predictive.probit(mean, covariance)), "algebra")
+    assert_close(laplace.ood_score(la, others()), reference.doubt(predictive.probit(mean, covariance)), "algebra")
 
 
 # States.
 
 
 @pytest.mark.filterwarnings("ignore:temperature changes")
-def test_what_was_kept_is_saved_and_copied(tmp_path: Path) -> None:
+def test_a_posterior_that_was_saved_or_copied_has_the_same_scores(tmp_path: Path) -> None:
     la, (x, y) = fitted("last_layer", "kron"), data()
-    scores = la.ood_score(others(), ALL, train_loader=[(x, y)])
+    la.optimize_prior_precision(prior_structure="layerwise")
     la.calibrate([(x + 0.1, y)])
+    scores = laplace.ood_score(la, others(), ALL, train_loader=[(x, y)])
     la.save(tmp_path / "la.safetensors")
     loaded = laplace.load(tmp_path / "la.safetensors", net())
     fresh = Laplace(net(), "classification", "last_layer", "kron")
     fresh.load_state_dict(la.state_dict())
     moved = copy.deepcopy(la).to(dtype=torch.float64)
     for other in (loaded, fresh, copy.deepcopy(la), pickle.loads(pickle.dumps(la)), moved):
-        for name, values in other.ood_score(others(), ALL).items():
+        for name, values in laplace.ood_score(other, others(), ALL, train_loader=[(x, y)]).items():
             assert_close(values, scores[name], "algebra", label=name)
 
 
-def test_states_without_it_load_and_are_tuned_anew() -> None:
-    la = fitted("all", "kron")
-    scores = la.ood_score(others())
+def test_entries_of_former_states_for_scores_are_not_read() -> None:
+    """States once held what the evidence chose last, and statistics of the features: whatever they are, they load."""
+    la, (x, y) = fitted("all", "kron"), data()
+    la.optimize_prior_precision()
+    la.calibrate([(x + 0.1, y)])
     state = la.state_dict()
-    del state["by_evidence"]
-    other = fitted("all", "kron", prior_precision=3.0)
-    other.load_state_dict(state)
-    assert_close(other.ood_score(others()), scores, "algebra")
+    assert not {"by_evidence", "features"} & state.keys()
+    state["by_evidence"] = {name: torch.full((1,), 5.0).double() for name in ("prior_precision", "sigma_noise")}
+    state["features"] = {"layer": "2", "counts": torch.ones(3).double(), "by_class": []}
+    other = fitted("all", "kron")
+    with pytest.warns(StateWarning, match="temperature"):
+        other.load_state_dict(state)
+    assert torch.equal(other(others()), la(others()))
+    assert_close(laplace.ood_score(other, others()), laplace.ood_score(la, others()), "algebra")
 
 
 # Batches, layouts, and the network.
@@ -308,24 +414,25 @@ def test_states_without_it_load_and_are_tuned_anew() -> None:
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 def test_scores_do_not_depend_on_batches(weights: str) -> None:
     la, (train, y), x = fitted(weights, "kron"), data(), others(9)
-    whole = la.ood_score(x, ALL, train_loader=[(train, y)])
+    scorer = laplace.ood_scorer(la, ALL, train_loader=[(train, y)])
+    whole = scorer(x)
     for size in (1, 4):
-        parts = la.ood_score([(part, None) for part in x.split(size)], ALL)
+        parts = scorer([(part, None) for part in x.split(size)])
         for name, values in whole.items():
             assert_close(parts[name], values, "backend", label=name)
-    assert torch.equal(la.ood_score(x, "energy"), whole["energy"])
-    assert torch.equal(la.ood_score(x), whole["confidence"])
-    other = la.ood_score(x, "mutual_information", generator=torch.Generator().manual_seed(5))
+    assert torch.equal(laplace.ood_score(la, x, "energy"), whole["energy"])
+    assert torch.equal(laplace.ood_score(la, x), whole["confidence"])
+    other = laplace.ood_score(la, x, "mutual_information", generator=torch.Generator().manual_seed(5))
     assert not torch.equal(other, whole["mutual_information"])
 
 
 def test_few_inputs_at_once_where_covariances_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     la, x = fitted("all", "full"), others(9)
-    whole = la.ood_score(x, ["mutual_information", "latent_variance"], n_samples=7)
+    whole = laplace.ood_score(la, x, ["mutual_information", "latent_variance"], n_samples=7)
     monkeypatch.setattr(ood, "_ENTRIES", 2 * 3 * 7)
     sizes: list[int] = []
     handle = la.model.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
-    parts = la.ood_score([x[:5], x[5:]], ["mutual_information", "latent_variance"], n_samples=7)
+    parts = laplace.ood_score(la, [x[:5], x[5:]], ["mutual_information", "latent_variance"], n_samples=7)
     handle.remove()
     assert max(sizes) == 2
     for name, values in whole.items():
@@ -338,10 +445,10 @@ def test_all_scores_take_one_pass_and_leave_the_network(weights: str) -> None:
     network = la.model.model if weights == "last_layer" else la.model
     network.train()
     before = copy.deepcopy(network.state_dict())
-    la.ood_score(others(), ALL, train_loader=[(train, y)])
+    scorer = laplace.ood_scorer(la, ALL, train_loader=[(train, y)])
     passes: list[int] = []
     handle = network[0].register_forward_hook(lambda *_: passes.append(1))
-    la.ood_score(others(), ALL)
+    scorer(others())
     handle.remove()
     assert len(passes) == 1
     assert network.training and all(torch.equal(before[key], value) for key, value in network.state_dict().items())
@@ -353,13 +460,13 @@ def test_outputs_with_positions_have_a_score_for_each() -> None:
     x, y = torch.randn(8, 5, 3).double(), torch.randint(3, (8, 5))
     la = Laplace(model, "classification", "all", "kron")
     la.fit([(x, y)])
-    found = la.ood_score(x, OF_OUTPUTS)
+    found = laplace.ood_score(la, x, OF_OUTPUTS)
     rows = Laplace(model, "classification", "all", "kron")
     rows.fit([(x, y)])
     assert {name: list(values.shape) for name, values in found.items()} == {name: [8, 5] for name in OF_OUTPUTS}
     assert_close(found["energy"], -model(x).logsumexp(2).detach(), "algebra")
     with pytest.raises(UnsupportedError, match="last layer"):
-        la.ood_score(x, "mahalanobis", train_loader=[(x, y)])
+        laplace.ood_score(la, x, "mahalanobis", train_loader=[(x, y)])
 
 
 def test_mappings_and_other_forward_functions() -> None:
@@ -374,8 +481,8 @@ def test_mappings_and_other_forward_functions() -> None:
         dict_key_x="x",
     )
     la.fit([{"x": x, "y": y}])
-    found = la.ood_score({"x": others()}, ALL, train_loader=[{"x": x, "y": y}])
-    plain = fitted("all", "kron").ood_score(others(), ALL, train_loader=[(x, y)])
+    found = laplace.ood_score(la, {"x": others()}, ALL, train_loader=[{"x": x, "y": y}])
+    plain = laplace.ood_score(fitted("all", "kron"), others(), ALL, train_loader=[(x, y)])
     for name, values in plain.items():
         assert_close(found[name], values, "backend", label=name)
 
@@ -386,7 +493,7 @@ def test_a_frozen_last_layer_shows_its_features_by_a_pass_of_its_own() -> None:
         parameter.requires_grad_(False)
     la = Laplace(model, "classification", "all", "full")
     la.fit([(x, y)])
-    found = la.ood_score(others(), ["confidence", "mahalanobis"], train_loader=[(x, y)])
+    found = laplace.ood_score(la, others(), ["confidence", "mahalanobis"], train_loader=[(x, y)])
     inside, at = features(la, x), features(la, others())
     assert_close(found["mahalanobis"], reference.mahalanobis(inside, y, at, classwise=False), "backend")
 
@@ -400,7 +507,7 @@ def test_a_mixture_is_scored_as_one_prediction() -> None:
     parts[1].model.model[0].weight.data += 0.3
     parts[1].fit([(x, y)])
     mixture = MixtureLaplace(parts, weights=torch.tensor([0.25, 0.75]))
-    found = mixture.ood_score(star, ALL, train_loader=[(x, y)])
+    found = laplace.ood_score(mixture, star, ALL, train_loader=[(x, y)])
     mixture.optimize_hyperparameters()
     prediction = mixture.predict(star)
     assert_close(found["confidence"], reference.doubt(prediction.mean), "backend")
@@ -409,51 +516,53 @@ def test_a_mixture_is_scored_as_one_prediction() -> None:
     networks = [net(), parts[1].model.model]
     mixed = 0.25 * networks[0](star).softmax(1) + 0.75 * networks[1](star).softmax(1)
     assert_close(found["network"], reference.doubt(mixed.detach()), "algebra")
-    distances = [part.ood_score(star, "mahalanobis") for part in parts]
+    distances = [laplace.ood_score(part, star, "mahalanobis", train_loader=[(x, y)]) for part in parts]
     assert_close(found["mahalanobis"], 0.25 * distances[0] + 0.75 * distances[1], "algebra")
+
+
+def test_a_mixture_takes_what_its_parts_were_tuned_to() -> None:
+    parts = [fitted("all", "diag"), fitted("all", "kron")]
+    for part in parts:
+        part.optimize_prior_precision()
+    ranked = laplace.ood_scorer(MixtureLaplace(parts)).group.posteriors
+    for part, posterior in zip(parts, ranked, strict=True):
+        assert torch.equal(posterior.hypers.prior_precision, part.prior_precision)
+    parts[1].prior_precision = 50.0  # which has less evidence than one for both
+    one, other = laplace.ood_scorer(MixtureLaplace(parts)).group.posteriors
+    assert torch.equal(one.hypers.prior_precision, other.hypers.prior_precision)
+    assert float(parts[1].prior_precision) == 50
 
 
 # Errors.
 
 
-def test_a_mixture_leaves_what_its_parts_were_tuned_to() -> None:
-    first, second = fitted("all", "diag"), fitted("all", "kron")
-    first.optimize_prior_precision()
-    scores = first.ood_score(others())
-    MixtureLaplace([first, second]).ood_score(others())
-    assert torch.equal(first.ood_score(others()), scores)
-    assert second.snapshot().require_fitted().by_evidence is not None
-
-
 def test_bad_input_is_refused() -> None:
     la, (x, y), star = fitted(), data(), others()
     wrong: list[tuple[type[Exception], str, Any]] = [
-        (InvalidArgument, "accepted are 'network'", lambda: la.ood_score(star, "softmax")),
-        (InvalidArgument, "accepted are", lambda: la.ood_score(star, [])),
-        (InvalidArgument, "accepted are", lambda: la.ood_score(star, 3)),
-        (InvalidArgument, "give train_loader=", lambda: la.ood_score(star, "mahalanobis")),
-        (InvalidArgument, "leave it out", lambda: la.ood_score(star, "confidence", train_loader=[(x, y)])),
-        (InvalidArgument, "n_samples", lambda: la.ood_score(star, n_samples=0)),
-        (InvalidData, "no data", lambda: la.ood_score(star, "mahalanobis", train_loader=[])),
-        (InvalidData, "no inputs", lambda: la.ood_score([])),
-        (InvalidType, "x=None; give a tensor", lambda: la.ood_score(None)),
-        (InvalidType, "x=3; give a tensor", lambda: la.ood_score(3)),
-        (InvalidData, "NaN", lambda: la.ood_score(star / 0, "energy")),
-        (InvalidData, "NaN", lambda: la.ood_score(star / 0)),
-        (InvalidData, "same", lambda: la.ood_score(star, "mahalanobis", train_loader=[(0 * x, y)])),
-        (NotFittedError, "fit", lambda: Laplace(net(), "classification", "all", "kron").ood_score(star)),
+        (InvalidArgument, "accepted are 'network'", lambda: laplace.ood_score(la, star, "softmax")),
+        (InvalidArgument, "accepted are", lambda: laplace.ood_score(la, star, [])),
+        (InvalidArgument, "accepted are", lambda: laplace.ood_score(la, star, 3)),
+        (InvalidArgument, "give train_loader=", lambda: laplace.ood_score(la, star, "mahalanobis")),
+        (InvalidArgument, "leave it out", lambda: laplace.ood_score(la, star, "confidence", train_loader=[(x, y)])),
+        (InvalidArgument, "n_samples", lambda: laplace.ood_score(la, star, n_samples=0)),
+        (InvalidData, "no data", lambda: laplace.ood_score(la, star, "mahalanobis", train_loader=[])),
+        (InvalidData, "no inputs", lambda: laplace.ood_score(la, [])),
+        (InvalidType, "x=None; give a tensor", lambda: laplace.ood_score(la, None)),
+        (InvalidType, "x=3; give a tensor", lambda: laplace.ood_score(la, 3)),
+        (InvalidData, "NaN", lambda: laplace.ood_score(la, star / 0, "energy")),
+        (InvalidData, "NaN", lambda: laplace.ood_score(la, star / 0)),
+        (InvalidData, "same", lambda: laplace.ood_score(la, star, "mahalanobis", train_loader=[(0 * x, y)])),
+        (InvalidType, "fitted posterior", lambda: laplace.ood_score(3, star)),  # type: ignore[call-overload]
+        (NotFittedError, "fit", lambda: laplace.ood_score(Laplace(net(), "classification", "all", "kron"), star)),
     ]
     for kind, words, call in wrong:
         before = la.snapshot().require_fitted()
         with pytest.raises(kind, match=words):
             call()
         assert la.snapshot().require_fitted() is before
-    la.ood_score(star, "mahalanobis", train_loader=[(x, y)])
-    with pytest.raises(InvalidArgument, match="by class"):
-        la.ood_score(star, "classwise_leverage")
     la.model[0].weight.data += 1
     with pytest.raises(ModelChangedError):
-        la.ood_score(star)
+        laplace.ood_score(la, star)
 
 
 def test_a_class_with_predictions_of_its_own_is_refused() -> None:
@@ -464,4 +573,4 @@ def test_a_class_with_predictions_of_its_own_is_refused() -> None:
     la = Mine(net(), "classification")
     la.fit([data()])
     with pytest.raises(UnsupportedError, match="__call__"):
-        la.ood_score(others())
+        laplace.ood_score(la, others())

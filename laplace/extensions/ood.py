@@ -1,8 +1,7 @@
 """How far inputs are from the data, as one number each: what tells data of another kind apart from those of the fit.
 
 Probabilities are best from a narrow posterior, as `la.calibrate` chooses it, and inputs are ranked best by a wide one:
-scores are of the posterior with the hyper-parameters that the evidence chose, whatever probabilities are of. Where no
-evidence was asked, it is once, and what it chose is kept with the data, as are the statistics of training features.
+scores are of the posterior where the evidence is highest, whatever probabilities are of. It is searched on a copy.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core.arguments import check_counts
+from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.gaussian import Gaussian, covariance_root
@@ -28,9 +27,11 @@ from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, drawn_seed, standard_normal
 from laplace.engines.engine import outputs
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.extensions.asked import Asked, posterior_of
+from laplace.extensions.features import FeatureStatistics, FeatureSums
+from laplace.mixture.mixture import MixtureLaplace
 from laplace.network import next_token
 from laplace.network.model_guard import apart, autograd_mode, reading
-from laplace.posterior.features import FeatureStatistics, FeatureSums
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, Pieces, gaussian_of, jacobians, shifted
 from laplace.predictive.options import PredictOptions
@@ -47,6 +48,12 @@ OodMethod = Literal[
 ]  # fmt: skip
 """Scores of distance from the data."""
 
+Several = Asked | MixtureLaplace | PosteriorGroup
+"""A posterior or a mixture, as users hold it or as its `snapshot()`."""
+
+Scores = TypeVar("Scores", bound=Tensor | dict[str, Tensor])
+"""Scores of one method, or of several by name."""
+
 DEFAULT: OodMethod = "confidence"
 """The score of class labels, and of other labels with probabilities; chosen in docs/which_method.md, by measurement."""
 
@@ -58,6 +65,165 @@ _MOST_AT_ONCE = 500
 
 _ENTRIES = 2**24
 """Entries of covariances or samples that are held at once."""
+
+_TOLERANCE = 1e-4
+"""Of the search of the evidence; relative to the evidence also what tells no two prior precisions apart."""
+
+
+@overload
+def ood_score(
+    la: Several, x: Any, method: OodMethod | None = ..., *, train_loader: Iterable[Any] | None = ...,
+    n_samples: int = ..., generator: torch.Generator | None = ..., progress_bar: bool = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def ood_score(
+    la: Several, x: Any, method: Sequence[OodMethod], *, train_loader: Iterable[Any] | None = ...,
+    n_samples: int = ..., generator: torch.Generator | None = ..., progress_bar: bool = ...,
+) -> dict[str, Tensor]: ...  # fmt: skip
+
+
+@checked
+def ood_score(
+    la: Several,
+    x: Any,
+    method: OodMethod | Sequence[OodMethod] | None = None,
+    *,
+    train_loader: Iterable[Any] | None = None,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """How far every input is from the data, `[B]`, larger is stranger: to tell data of another kind apart.
+
+    The posterior is that of the evidence, whatever `calibrate` chose for probabilities. It is searched on a copy, at
+    the present noise, temperature and prior mean, which are those before a calibration: one prior precision of the
+    highest evidence. A prior precision `la.prior_precision` (before a calibration) that has as much evidence is taken
+    as it is: one that `optimize_prior_precision` or `optimize_hyperparameters` chose by the evidence, in its
+    structure. One that was chosen on validation data, or assigned, mostly has less. `la` is not changed, and nothing
+    is kept: for several calls make an `ood_scorer`, which searches once.
+
+    | `method` | score |
+    |---|---|
+    | `"confidence"` | 1 − the posterior's largest probability (the probit link); the default for labels |
+    | `"entropy"` | entropy of the posterior's prediction |
+    | `"mutual_information"` | of the label and the outputs, by samples: what disagrees between networks |
+    | `"latent_variance"` | sum of the variances of the outputs; the default for other targets |
+    | `"network"` | 1 − the network's own largest probability |
+    | `"energy"` | −log Σ_c exp f_c of the network's outputs (Liu et al., 2020) |
+    | `"mahalanobis"` | squared distance of the last layer's features to the nearest class (Lee et al., 2018) |
+    | `"classwise_mahalanobis"` | the same with a covariance for every class |
+    | `"classwise_leverage"` | smallest φᵀ (Σ φφᵀ + δσ²T)⁻¹ φ over the classes, φ the features and a 1 |
+
+    Distances of features take the training data once; covariances are shrunk (Chen et al., 2010). Where targets are
+    no classes, all data are of one. Which score fails when is measured in docs/which_method.md. A mixture has the
+    score of its prediction, or the mean of its networks'.
+
+    Args:
+        la: A fitted posterior or mixture.
+        x: Inputs of B data: a tensor, tuple or mapping, or a loader, whose labels are not read.
+        method: A score, or several, which take one pass together; None for the default.
+        train_loader: The training data, for distances of features.
+        n_samples: Number of samples of the outputs, for `"mutual_information"`.
+        generator: Random generator of these samples, which are the same for all inputs; None for seed 0.
+        progress_bar: Show progress bars.
+
+    Returns:
+        `[B]`, float64, or one number per token or pixel; of several scores a dictionary of them by name. Without a
+        gradient.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: Another name, no training data where they are needed, or some where they are not; or
+            components of a mixture that differ in noise or temperature.
+        InvalidType: x is None or a number, or the training data are no loader.
+        InvalidData: There are no inputs, or they lead to numbers that are not finite.
+        ModelChangedError: The network was trained further after `fit`.
+        UnsupportedError: A score that this likelihood does not have; outputs with positions, for distances of
+            features; or a class with predictions of its own.
+
+    Warns:
+        TuningWarning: The search of the evidence did not converge.
+    """
+    scorer: OodScorer[Any] = ood_scorer(
+        la,
+        cast("OodMethod", method),
+        train_loader=train_loader,
+        n_samples=n_samples,
+        generator=generator,
+        progress_bar=progress_bar,
+    )
+    return scorer(x, progress_bar=progress_bar)
+
+
+@overload
+def ood_scorer(
+    la: Several, method: OodMethod | None = ..., *, train_loader: Iterable[Any] | None = ..., n_samples: int = ...,
+    generator: torch.Generator | None = ..., progress_bar: bool = ...,
+) -> OodScorer[Tensor]: ...  # fmt: skip
+
+
+@overload
+def ood_scorer(
+    la: Several, method: Sequence[OodMethod], *, train_loader: Iterable[Any] | None = ..., n_samples: int = ...,
+    generator: torch.Generator | None = ..., progress_bar: bool = ...,
+) -> OodScorer[dict[str, Tensor]]: ...  # fmt: skip
+
+
+@checked
+def ood_scorer(
+    la: Several,
+    method: OodMethod | Sequence[OodMethod] | None = None,
+    *,
+    train_loader: Iterable[Any] | None = None,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> OodScorer[Any]:
+    """What `laplace.ood_score` takes of a posterior, found once: `scorer(x)` are the scores of inputs.
+
+    It is made by a search of the evidence, and of distances of features by a pass over the training data.
+
+    Args:
+        la: A fitted posterior or mixture.
+        method: A score, or several, as of `laplace.ood_score`.
+        train_loader: The training data, for distances of features.
+        n_samples: Number of samples of the outputs, for `"mutual_information"`.
+        generator: Random generator of these samples; one number is drawn from it.
+        progress_bar: Show a progress bar of the training data.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidArgument: As of `laplace.ood_score`.
+        InvalidType: The training data are no loader.
+        InvalidData: There are no training data, or their features cannot be told apart.
+        ModelChangedError: The network was trained further after `fit`.
+        UnsupportedError: As of `laplace.ood_score`.
+
+    Warns:
+        TuningWarning: The search of the evidence did not converge.
+    """
+    check_counts(n_samples=n_samples)
+    check_generator(generator)
+    group = _group_of(la)
+    names = checked_methods(group, default_method(group) if method is None else method)
+    methods = [METHODS[name] for name in names]
+    with group.same_random_states():
+        for posterior in group.posteriors:
+            posterior.check_unchanged()
+        statistics = _statistics(group, names, train_loader, progress_bar=progress_bar)
+        ranked = _at_evidence(group) if any(method.tuned for method in methods) else group
+    seed = 0 if generator is None else drawn_seed(generator)
+    several = method is not None and not isinstance(method, str)
+    with torch.no_grad():
+        return OodScorer(names, ranked, statistics, ranked.weights(), n_samples, seed, several)
+
+
+def _group_of(la: Any) -> PosteriorGroup:
+    if isinstance(la, PosteriorGroup):
+        return la
+    return la.snapshot() if isinstance(la, MixtureLaplace) else PosteriorGroup((posterior_of(la),))
 
 
 # Scores of what was seen of some inputs.
@@ -161,77 +327,76 @@ def checked_methods(group: PosteriorGroup, method: Any) -> tuple[str, ...]:
     return given
 
 
-def ood_score(
-    la: Any, x: Any, method: Any, train_loader: Iterable[Any] | None, n_samples: int,
-    generator: torch.Generator | None, *, progress_bar: bool,
-) -> Tensor | dict[str, Tensor]:  # fmt: skip
-    """Scores of all inputs, of a posterior or a mixture, which keeps what it took; arguments: see `la.ood_score`."""
-    check_counts(n_samples=n_samples)
-    check_generator(generator)
-    group = la._group
-    names = checked_methods(group, default_method(group) if method is None else method)
-    ranking = Ranking.of(group, names, train_loader, n_samples, generator, progress_bar=progress_bar)
-    parts: list[tuple[dict[str, Tensor], tuple[int, ...]]] = []
-    bar = DataBar("ood_score", x, shown=progress_bar)
-    for number, some in enumerate(in_parts(x, "x", ranking.at_once)):
-        with named(f"part {number} of x"):
-            parts.append(ranking.scores(some))
-        bar.add(batches.size(some, ""))
-    bar.close()
-    if not parts:
-        raise InvalidData("x holds no inputs.")
-    if ranking.known is not group:
-        la._take_over(ranking.known.posteriors)
-    found = {name: torch.cat([unrolled(scores[name], positions) for scores, positions in parts]) for name in names}
-    return found[names[0]] if method is None or isinstance(method, str) else found
-
-
 @dataclass(frozen=True, eq=False)
-class Ranking:
-    """Scores of inputs under posteriors that were tuned, and whose features are known, as far as these take it."""
+class OodScorer(Generic[Scores]):
+    """Scores of inputs, with all that they take of the posterior: `laplace.ood_scorer(la, ...)`.
 
-    names: tuple[str, ...]
-    known: PosteriorGroup  # The posteriors with what was found out for the scores; they predict as before
-    wide: PosteriorGroup  # At the hyper-parameters of the evidence
-    weights: Tensor  # Of a mixture, `[K]`
+    It is of the posterior as it was then, whatever becomes of the object; it can be pickled with the network.
+
+    Attributes:
+        methods: Names of the scores.
+        group: The posterior, or those of a mixture, at the hyper-parameters that inputs are ranked by.
+        statistics: Where the training data lie in the features of every network; empty where no score reads them.
+        weights: Weights of a mixture, `[K]`.
+        n_samples: Number of samples of the outputs.
+        seed: That of their random numbers.
+        several: Whether a call returns scores by name.
+    """
+
+    methods: tuple[str, ...]
+    group: PosteriorGroup
+    statistics: tuple[FeatureStatistics, ...]
+    weights: Tensor
     n_samples: int
     seed: int
+    several: bool
 
-    @classmethod
-    def of(
-        cls, group: PosteriorGroup, names: tuple[str, ...], train_loader: Iterable[Any] | None, n_samples: int,
-        generator: torch.Generator | None, *, progress_bar: bool = False,
-    ) -> Ranking:  # fmt: skip
-        methods = [METHODS[name] for name in names]
-        known = group
-        with group.same_random_states():
-            for posterior in group.posteriors:
-                posterior.check_unchanged()
-            if train_loader is not None and not any(method.features for method in methods):
-                raise InvalidArgument(
-                    f"train_loader= is read for distances of features, not for method={', '.join(names)}; leave it out."
-                )
-            if any(method.features for method in methods):
-                classwise = any(method.classwise for method in methods)
-                known = _with_features(known, train_loader, classwise=classwise, progress_bar=progress_bar)
-            if any(method.tuned for method in methods):
-                known = _with_evidence(known)
-        wide = replace(known, posteriors=tuple(map(_wide, known.posteriors)))
-        seed = 0 if generator is None else drawn_seed(generator)
-        with torch.no_grad():
-            return cls(names, known, wide, wide.weights(), n_samples, seed)
+    def __call__(self, x: Any, *, progress_bar: bool = False) -> Scores:
+        """Scores of all inputs, `[B]`, or one number per token or pixel; of several methods by name.
+
+        Args:
+            x: Inputs of B data: a tensor, tuple or mapping, or a loader, whose labels are not read.
+            progress_bar: Show a progress bar.
+
+        Raises:
+            InvalidType: x is None or a number.
+            InvalidData: There are no inputs, or they lead to numbers that are not finite.
+            ModelChangedError: The network was trained further after `fit`.
+            UnsupportedError: Outputs with positions, for distances of features.
+        """
+        parts: list[tuple[dict[str, Tensor], tuple[int, ...]]] = []
+        bar = DataBar("ood_score", x, shown=progress_bar)
+        for number, some in enumerate(in_parts(x, "x", self._at_once)):
+            with named(f"part {number} of x"):
+                parts.append(self._scores(some))
+            bar.add(batches.size(some, ""))
+        bar.close()
+        if not parts:
+            raise InvalidData("x holds no inputs.")
+        found = {
+            name: torch.cat([unrolled(scores[name], positions) for scores, positions in parts]) for name in self.methods
+        }
+        return cast("Scores", found if self.several else found[self.methods[0]])
+
+    def __repr__(self) -> str:
+        """The scores, and the prior precisions that inputs are ranked by."""
+        priors = [prior for one in self.group.posteriors for prior in one.hypers.prior_precision.tolist()]
+        least, most = min(priors), max(priors)
+        span = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        return f"OodScorer({', '.join(map(repr, self.methods))}, prior_precision={span})"
 
     @property
-    def at_once(self) -> int:
+    def _at_once(self) -> int:
         """Inputs that are scored at once: few, where covariances or samples of many outputs are held."""
-        width = self.wide.first.map_fit.n_outputs
-        held = width * max(width, self.n_samples) if any(METHODS[name].covariances for name in self.names) else width
+        width = self.group.first.map_fit.n_outputs
+        held = width * max(width, self.n_samples) if any(METHODS[name].covariances for name in self.methods) else width
         return max(1, min(_MOST_AT_ONCE, _ENTRIES // max(1, held)))
 
-    def scores(self, x: Inputs) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    def _scores(self, x: Inputs) -> tuple[dict[str, Tensor], tuple[int, ...]]:
         """Scores of the rows of some inputs, `[R]` by name, and the positions that are rows of an input."""
-        with self.wide.same_random_states(), autograd_mode(), torch.no_grad():
-            parts = [self._seen(posterior, x) for posterior in self.wide.posteriors]
+        with self.group.same_random_states(), autograd_mode(), torch.no_grad():
+            known = self.statistics or (None,) * len(self.group.posteriors)
+            parts = [self._seen(*pair, x) for pair in zip(self.group.posteriors, known, strict=True)]
             draws = self._draws
             prediction = Prediction(
                 tuple(part.prediction for part in parts if part.prediction is not None),
@@ -241,7 +406,7 @@ class Ranking:
             )
             distances = [part.distance for part in parts if part.distance is not None]
             seen = Seen([part.network for part in parts], prediction, distances)
-            found = {name: METHODS[name].score(self.wide, seen) for name in self.names}
+            found = {name: METHODS[name].score(self.group, seen) for name in self.methods}
         for name, values in found.items():
             if not bool(values.isfinite().all()):
                 raise InvalidData(
@@ -252,29 +417,29 @@ class Ranking:
     def _draws(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def _seen(self, posterior: Posterior, x: Inputs) -> _SeenByOne:
-        methods = [METHODS[name] for name in self.names]
+    def _seen(self, posterior: Posterior, statistics: FeatureStatistics | None, x: Inputs) -> _SeenByOne:
+        methods = [METHODS[name] for name in self.methods]
         posterior.check_unchanged()
         x = batches.to_device(x, posterior.hypers.device)
-        with_features = any(method.features for method in methods)
         features: Tensor | None = None
         prediction: PosteriorOutputs | None = None
         if any(method.posterior for method in methods):
             covariances = any(method.covariances for method in methods)
-            covariances |= "entropy" in self.names and not has_probabilities(self.wide)
+            covariances |= "entropy" in self.methods and not has_probabilities(self.group)
             network, features, gaussian = _linearised(posterior, x, covariances=covariances)
             prediction = self._outputs(posterior, gaussian, covariances=covariances)
             rows = OutputRows(network, gaussian.positions)
-        elif not with_features:
+        elif statistics is None:
             rows = outputs(posterior.engine, x)
         else:
-            f, features = _features(posterior, x, _statistics(posterior).layer)
+            f, features = _features(posterior, x, statistics.layer)
             rows = rows_of(f, posterior.channel_dim)
-        if with_features and features is None:
-            _, features = _features(posterior, x, _statistics(posterior).layer)
         distance = None
-        if with_features and features is not None:
-            distance = partial(_of_features, posterior, widened(_checked_features(features, len(rows.values))))
+        if statistics is not None:
+            if features is None:
+                _, features = _features(posterior, x, statistics.layer)
+            features = widened(_checked_features(features, len(rows.values)))
+            distance = partial(_of_features, posterior, statistics, features)
         return _SeenByOne(widened(rows.values), rows.positions, prediction, distance)
 
     def _outputs(self, posterior: Posterior, gaussian: Gaussian, *, covariances: bool) -> PosteriorOutputs:
@@ -341,13 +506,7 @@ def _linearised(posterior: Posterior, x: Inputs, *, covariances: bool) -> tuple[
     )
 
 
-# Posteriors as they are ranked by.
-
-
-def _wide(posterior: Posterior) -> Posterior:
-    """The posterior at the hyper-parameters of the evidence, where these are known."""
-    chosen = posterior.require_fitted().by_evidence
-    return posterior if chosen is None or not _has_evidence(posterior) else posterior.at(chosen)
+# Posteriors as inputs are ranked by them.
 
 
 def _has_evidence(posterior: Posterior) -> bool:
@@ -355,51 +514,59 @@ def _has_evidence(posterior: Posterior) -> bool:
     return posterior.root is None and posterior.choices.structure.weighed
 
 
-def _with_evidence(group: PosteriorGroup) -> PosteriorGroup:
-    """Posteriors that know what the evidence chooses: one prior precision, found where none was asked for before."""
-    if all(not _has_evidence(one) or one.require_fitted().by_evidence is not None for one in group.posteriors):
+def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
+    """The posteriors at the one prior precision of the highest evidence, or at their own ones, if these have no less.
+
+    So a prior precision that the evidence chose stays, in the structure in which it was tuned. What a calibration on
+    held-out data chose is not looked at: the hyper-parameters before it are.
+    """
+    if not any(map(_has_evidence, group.posteriors)):
         return group
-    start = replace(group, posteriors=tuple(posterior.uncalibrated() for posterior in group.posteriors))
-    now = start.hypers(("prior_precision",))
-    prior = prior_in_structure(1.0, "scalar", start.layout, now.prior_precision)
-    coordinates = Coordinates(("prior_precision",), replace(now, prior_precision=prior))
-    options = SearchOptions("lbfgs", tolerance=1e-4, label="evidence")
-    result = Search(EvidenceObjective(start), coordinates, options).run()
-    report(result)
-    tuned = start.assigned(**result.values_of(("prior_precision",)))
-    found = (
-        one if one.require_fitted().by_evidence is not None else one.knowing(by_evidence=at.hypers.detached())
-        for one, at in zip(group.posteriors, tuned, strict=True)
-    )  # fmt: skip
-    return replace(group, posteriors=tuple(found))
+    own = replace(group, posteriors=tuple(_before_calibration(posterior) for posterior in group.posteriors))
+    now = own.hypers(("prior_precision",))
+    start = replace(now, prior_precision=prior_in_structure(1.0, "scalar", own.layout, now.prior_precision))
+    options = SearchOptions("lbfgs", tolerance=_TOLERANCE, label="evidence")
+    result = Search(EvidenceObjective(own), Coordinates(("prior_precision",), start), options).run()
+    with torch.no_grad():
+        less = result.value - own.log_evidence().item()
+    if less <= _TOLERANCE * max(1.0, abs(result.value)):
+        chosen = own
+    else:
+        report(result)
+        chosen = own.at(replace(now, prior_precision=result.prior_precision))
+    pairs = zip(group.posteriors, chosen.posteriors, strict=True)
+    return replace(group, posteriors=tuple(at if _has_evidence(one) else one for one, at in pairs))
+
+
+def _before_calibration(posterior: Posterior) -> Posterior:
+    own = posterior.uncalibrated()
+    return own.at(own.hypers.detached())
 
 
 # Features of the last layer.
 
 
-def _with_features(
-    group: PosteriorGroup, loader: Iterable[Any] | None, *, classwise: bool, progress_bar: bool
-) -> PosteriorGroup:
-    """Posteriors with the statistics of their training features: kept ones, or by a pass over the training data."""
+def _statistics(
+    group: PosteriorGroup, names: Sequence[str], loader: Iterable[Any] | None, *, progress_bar: bool
+) -> tuple[FeatureStatistics, ...]:
+    """Statistics of the training features of every network; none where no score reads them."""
+    reading_features = [name for name in names if METHODS[name].features]
+    if not reading_features:
+        if loader is not None:
+            raise InvalidArgument(
+                f"train_loader= is read for distances of features, not for method={', '.join(names)}; leave it out."
+            )
+        return ()
     if loader is None:
-        for posterior in group.posteriors:
-            _statistics(posterior, classwise=classwise)
-        return group
+        raise InvalidArgument(
+            f"method={', '.join(reading_features)} is a distance from the training features; give train_loader=, the "
+            "data of the fit. laplace.ood_scorer(la, method, train_loader=...) reads them once, for many calls."
+        )
     batches.require_loader(loader, "train_loader")
     loader = list(loader) if isinstance(loader, Iterator) else loader
+    classwise = any(METHODS[name].classwise for name in reading_features)
     read = partial(_read_features, loader=loader, classwise=classwise, progress_bar=progress_bar)
-    return replace(group, posteriors=tuple(one.knowing(features=read(one)) for one in group.posteriors))
-
-
-def _statistics(posterior: Posterior, *, classwise: bool = False) -> FeatureStatistics:
-    found = posterior.require_fitted().features
-    if found is None or (classwise and not found.by_class):
-        what = "no statistics" if found is None else "no statistics by class"
-        raise InvalidArgument(
-            f"{what} of the training features are known, from which distances are; give train_loader=, the data of the "
-            "fit, once: they are kept with the posterior."
-        )
-    return found
+    return tuple(read(posterior) for posterior in group.posteriors)
 
 
 def _read_features(
@@ -451,8 +618,8 @@ def _checked_features(features: Tensor, n_rows: int) -> Tensor:
     return features
 
 
-def _of_features(posterior: Posterior, features: Tensor, method: str) -> Tensor:
-    statistics, hypers = _statistics(posterior), posterior.hypers
+def _of_features(posterior: Posterior, statistics: FeatureStatistics, features: Tensor, method: str) -> Tensor:
+    hypers = posterior.hypers
     if method != "classwise_leverage":
         return getattr(statistics, method)(features)
     noise = widened(hypers.sigma_noise).square() * widened(hypers.temperature)
