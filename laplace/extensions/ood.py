@@ -550,8 +550,8 @@ def _statistics(
     group: PosteriorGroup, names: Sequence[str], loader: Iterable[Any] | None, *, progress_bar: bool
 ) -> tuple[FeatureStatistics, ...]:
     """Statistics of the training features of every network; none where no score reads them."""
-    reading_features = [name for name in names if METHODS[name].features]
-    if not reading_features:
+    distances = [name for name in names if METHODS[name].features]
+    if not distances:
         if loader is not None:
             raise InvalidArgument(
                 f"train_loader= is read for distances of features, not for method={', '.join(names)}; leave it out."
@@ -559,12 +559,12 @@ def _statistics(
         return ()
     if loader is None:
         raise InvalidArgument(
-            f"method={', '.join(reading_features)} is a distance from the training features; give train_loader=, the "
-            "data of the fit. laplace.ood_scorer(la, method, train_loader=...) reads them once, for many calls."
+            f"method={', '.join(distances)} is a distance from the training features; give train_loader=, the "
+            "data of the fit. laplace.ood_scorer reads them once, for many calls."
         )
     batches.require_loader(loader, "train_loader")
     loader = list(loader) if isinstance(loader, Iterator) else loader
-    classwise = any(METHODS[name].classwise for name in reading_features)
+    classwise = any(METHODS[name].classwise for name in distances)
     read = partial(_read_features, loader=loader, classwise=classwise, progress_bar=progress_bar)
     return tuple(read(posterior) for posterior in group.posteriors)
 
