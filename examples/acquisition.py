@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
-from laplace.plotting import new_figure, regression_band
+from laplace.extensions.plotting import new_figure, regression_band
 
 NOISE, N_FUNCTIONS = 0.1, 8
 Acquisition = Callable[[Tensor], Tensor]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import FunctionalLaplace, Laplace
-from laplace.plotting import new_figure
+from laplace.extensions.plotting import new_figure
 
 MINIMUM, NOISE, N_START = 0.397887, 0.05, 5
 

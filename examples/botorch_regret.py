@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure
 from laplace.integrations.botorch import LaplaceModel
-from laplace.plotting import new_figure
 
 NOISE, WIDTH, N_STEPS = 0.02, 50, 200
 ACTIVATION_AND_PRIOR: dict[int, tuple[type[nn.Module], float]] = {2: (nn.Tanh, 1.0), 6: (nn.SiLU, 10.0)}

@@ -21,8 +21,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram, score_histogram
 from laplace.metrics import accuracy, auroc, brier, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram, score_histogram
 
 NOISE, KNOWN = 0.3, 8
 METRICS = {"NLL": nll, "ECE": expected_calibration_error, "Brier": brier, "accuracy": accuracy}

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure
 from laplace.parametric import ParametricLaplace
-from laplace.plotting import new_figure
 
 SERVER = """
 import sys

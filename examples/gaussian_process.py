@@ -21,8 +21,8 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 from laplace import BaseLaplace, Laplace
+from laplace.extensions.plotting import new_figure
 from laplace.metrics import expected_calibration_error, nll
-from laplace.plotting import new_figure
 
 N_DATA = 300
 DELTA = 0.5

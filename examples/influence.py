@@ -22,7 +22,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 import laplace
 from laplace import Laplace, ParametricLaplace
-from laplace.plotting import COLOURS, new_figure
+from laplace.extensions.plotting import COLOURS, new_figure
 
 DELTA = 1.0  # prior precision, which is the weight decay of the training
 

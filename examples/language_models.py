@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, auroc, expected_calibration_error, mean_confidence, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 PAD, N_WORDS, LENGTH, WIDTH = 0, 30, 12, 32
 Batch = dict[str, Tensor]

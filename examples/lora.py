@@ -32,8 +32,8 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from laplace import Laplace
 from laplace.errors import ApproximationWarning
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 PAGES = ("specialnames", "compound", "formatstrings", "string-methods", "debugger")
 LENGTH, N_WORDS, BLOCK = 24, 1000, 10

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import ParametricLaplace, marglik_training
-from laplace.plotting import new_figure
+from laplace.extensions.plotting import new_figure
 
 LEVEL = 0.9
 

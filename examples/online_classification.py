@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from laplace import ParametricLaplace, marglik_training
 from laplace.errors import CalibrationWarning
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 
 class Digits(NamedTuple):

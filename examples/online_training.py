@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import ParametricLaplace, marglik_training
-from laplace.plotting import new_figure
+from laplace.extensions.plotting import new_figure
 
 NOISE = 0.3
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram, score_histogram, shift_curve
 from laplace.metrics import accuracy, auroc, expected_calibration_error, mean_confidence, nll
-from laplace.plotting import new_figure, reliability_diagram, score_histogram, shift_curve
 
 KNOWN_DIGITS = 8
 ANGLES = (0, 15, 30, 45, 60, 75, 90)

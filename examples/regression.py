@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import ParametricLaplace, marglik_training
-from laplace.plotting import new_figure, regression_band
+from laplace.extensions.plotting import new_figure, regression_band
 
 NOISE = 0.2
 GAP = torch.linspace(2.5, 4.0, 31).unsqueeze(1)

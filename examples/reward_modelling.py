@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 DIMENSIONS = 4
 Table = dict[str, list[float]]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import nll
 from laplace.parametric import ParametricLaplace
-from laplace.plotting import new_figure, reliability_diagram
 
 NOISE, N_TRAIN = 0.4, 500
 

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 NOISE = 0.3
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure
 from laplace.metrics import expected_calibration_error, nll
-from laplace.plotting import new_figure
 from laplace.structures import STRUCTURES
 
 NOISE = 0.4

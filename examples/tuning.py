@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
 from laplace.errors import LaplaceWarning
+from laplace.extensions.plotting import new_figure, shift_curve
 from laplace.metrics import accuracy, auroc, brier, expected_calibration_error, mean_confidence, nll
-from laplace.plotting import new_figure, shift_curve
 from laplace.tuning import Thresholds, TuningResult
 
 KNOWN_DIGITS, FOREIGN_DIGIT, UNSEEN_DIGIT = 8, 8, 9

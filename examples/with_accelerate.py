@@ -22,8 +22,8 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 NOISE, N_TRAIN = 0.4, 501
 

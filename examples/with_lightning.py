@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import ParametricLaplace
+from laplace.extensions.plotting import new_figure
 from laplace.integrations.lightning import LaplaceCallback, OnlineLaplaceCallback
-from laplace.plotting import new_figure
 
 NOISE, N_DATA = 0.3, 150
 

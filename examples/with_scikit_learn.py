@@ -22,8 +22,8 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 
+from laplace.extensions.plotting import new_figure
 from laplace.integrations.sklearn import LaplaceRegressor
-from laplace.plotting import new_figure
 
 LEVEL, QUANTILE = 0.9, 1.645
 

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 NOISE, N_TRAIN = 0.4, 500
 

@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
+from laplace.extensions.plotting import new_figure, reliability_diagram
 from laplace.integrations.transformers import LaplaceCallback
 from laplace.metrics import accuracy, expected_calibration_error, nll
-from laplace.plotting import new_figure, reliability_diagram
 
 NOISE, N_TRAIN = 0.4, 500
 

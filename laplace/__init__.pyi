@@ -31,6 +31,7 @@ from laplace.extensions.mimo import MimoBatches, from_mimo, mimo_loss, mimo_outp
 from laplace.extensions.ood import ood_score, ood_scorer
 from laplace.extensions.projected import projected
 from laplace.extensions.removal import forget_with_mean
+from laplace.extensions.report import report
 from laplace.grid import (
     ELLA,
     LLELLA,
@@ -152,6 +153,7 @@ __all__ = [
     "ood_scorer",
     "projected",
     "quadratic_penalty",
+    "report",
     "saliency",
     "train_task",
     "wasserstein",

@@ -96,6 +96,7 @@ _UNLISTED = frozenset(
         "n_layers",
         "posterior_scale",
         "precision_options",
+        "predict_batch",
         "pred_types",
         "predictive_posterior",
         "prior",

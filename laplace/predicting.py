@@ -27,7 +27,6 @@ from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
-    from laplace.report import Report
     from laplace.tuning.group import PosteriorGroup
 
 _OTHER_NAMES = {
@@ -47,8 +46,8 @@ class Predicting(ABC):
         """Value of `la(x, ...)`."""
 
     @abstractmethod
-    def _predict_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
-        """Value of `la.predict(x, ...)`."""
+    def predict_batch(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
+        """Value of `la.predict(x, ...)` with checked options: x is one batch of inputs, whatever its type."""
 
     @abstractmethod
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
@@ -192,8 +191,8 @@ class Predicting(ABC):
             pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
         )  # fmt: skip
         if is_loader(x):
-            return predicted_batches(self._predict_with, x, options, model_kwargs, progress_bar=progress_bar)
-        return self._predict_with(x, options, model_kwargs)
+            return predicted_batches(self.predict_batch, x, options, model_kwargs, progress_bar=progress_bar)
+        return self.predict_batch(x, options, model_kwargs)
 
     @checked
     def functional_samples(
@@ -294,52 +293,7 @@ class Predicting(ABC):
         options = PredictOptions(
             pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
         )
-        return compare(self._predict_with, self._group, loader, options, progress_bar=progress_bar)
-
-    @checked
-    def report(
-        self,
-        test: Iterable[Any],
-        *,
-        ood: Iterable[Any] | None = None,
-        train: Iterable[Any] | None = None,
-        pred_type: PredTypeName = PredType.GLM,
-        link_approx: LinkName = LinkApprox.PROBIT,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> Report:
-        """Whether predictions are calibrated, what the posterior changes, and what to do next, in one document.
-
-        `la.report(test).save("report.html")` writes one file that needs no other; `.png` and `.json` are accepted, too.
-        It prints as text. The network is scored as in `compare`.
-
-        Args:
-            test: Labelled data that are new to training and tuning; read once.
-            ood: Inputs of another kind, which a good model is less sure of; batches, labels are not read.
-            train: The training data, whose most suspicious labels are then named (`laplace.label_errors`).
-            pred_type: As in `compare`.
-            link_approx: As in `compare`.
-            n_samples: As in `compare`.
-            generator: Random generator of samples, resampled data and labels; None for seed 0.
-            progress_bar: Show progress bars over the batches.
-
-        Raises:
-            NotFittedError: Before `fit`.
-            InvalidArgument: An option is not accepted.
-            InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
-            UnsupportedError: A likelihood other than those of classes and of targets with Gaussian noise.
-            ModelChangedError: The network was trained further after `fit`.
-
-        Warns:
-            DataWarning: The data are those of the fit.
-        """
-        from laplace.tuning.comparing import reported
-
-        options = PredictOptions(
-            pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
-        )
-        return reported(self._predict_with, self._group, test, ood, train, options, progress_bar=progress_bar)
+        return compare(self.predict_batch, self._group, loader, options, progress_bar=progress_bar)
 
 
 class PosteriorPredicting(Predicting):
@@ -359,7 +313,7 @@ class PosteriorPredicting(Predicting):
     def _call_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Any:
         return self._predictor.call(x, options, model_kwargs)
 
-    def _predict_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
+    def predict_batch(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
         return self._predictor.predict(x, options, model_kwargs)
 
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:

@@ -21,8 +21,8 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
+from laplace.extensions.plotting import COLOURS, new_figure
 from laplace.metrics import nll
-from laplace.plotting import COLOURS, new_figure
 from protocol.baselines.mean_field import MeanField, mean_field
 from protocol.claims import Claim, lower
 from protocol.data import Part, Split, read

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from laplace import Laplace, ParametricLaplace
 from laplace.curvature import NativeEF
 from laplace.errors import LaplaceWarning
-from laplace.plotting import new_figure
+from laplace.extensions.plotting import new_figure
 from protocol.baselines.csghmc import CyclicalSettings, sample_networks
 from protocol.baselines.ensemble import deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import FlipoutSettings, fit_flipout

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from laplace import Laplace, OnlineLaplace, ParametricLaplace
 from laplace.curvature import NativeEF, NativeGGN
+from laplace.extensions.plotting import COLOURS, new_figure
 from laplace.likelihoods.links import LINKS, softmax
-from laplace.plotting import COLOURS, new_figure
 from protocol.choices import (
     LINK_NAMES,
     ONLINE,

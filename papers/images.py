@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.extensions.plotting import COLOURS, new_figure
 from laplace.metrics import auroc, nll
-from laplace.plotting import COLOURS, new_figure
 from protocol.claims import Claim, Premise, because, higher, lower, orders
 from protocol.data import Part, digits
 from protocol.image_tables import METHODS, TABLE_B4, TABLE_B5

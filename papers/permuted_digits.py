@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, TaskMemory, train_task
+from laplace.extensions.plotting import new_figure
 from laplace.metrics import accuracy
-from laplace.plotting import new_figure
 from protocol.baselines.vogn import Vogn, VognSettings
 from protocol.claims import Claim
 from protocol.data import Part, digits, glyphs

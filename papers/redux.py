@@ -29,7 +29,7 @@ from statistics import fmean
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace.plotting import COLOURS, new_figure
+from laplace.extensions.plotting import COLOURS, new_figure
 from protocol.baselines.csghmc import CyclicalSettings
 from protocol.baselines.hmc import HmcSettings
 from protocol.baselines.swag import SwagSettings

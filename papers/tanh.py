@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.curvature import NativeHessian
-from laplace.plotting import COLOURS, new_figure
+from laplace.extensions.plotting import COLOURS, new_figure
 from protocol.claims import Claim, higher, lower
 from protocol.method import Method
 from protocol.options import parse

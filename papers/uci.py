@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine, make_classification
 
-from laplace.plotting import COLOURS, new_figure
+from laplace.extensions.plotting import COLOURS, new_figure
 from protocol.claims import Claim, check, is_positive, lower, orders
 from protocol.data import Part, read, waveform
 from protocol.linearised import SMALL, Settings, Task, conditions, depth, scores_of

@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 from laplace import Laplace
 from laplace.errors import TuningWarning
+from laplace.extensions.plotting import COLOURS, new_figure
 from laplace.metrics import gaussian_nll, mean_calibration_error, regression_calibration_error
-from laplace.plotting import COLOURS, new_figure
 from protocol.baselines.ensemble import MEMBER_SEEDS, mean_probabilities
 from protocol.baselines.temperature import best_temperature
 from protocol.claims import Claim, Premise, lower

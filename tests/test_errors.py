@@ -643,9 +643,15 @@ ASKED: dict[str, tuple[str, Asked, type[LaplaceError], str]] = {
             ("projected", lambda la, loader=loader: laplace.projected(la, loader)),
         )
     },
-    "report of strangers": ("classification", lambda la: la.report(PAIR, ood=X), InvalidType, "ood is of type Tensor"),
-    "report of a number": ("classification", lambda la: la.report(PAIR, train=3), InvalidType, "train is of type int"),
-    "report by a name": ("classification", lambda la: la.report(PAIR, generator="0"), InvalidType, "torch.Generator"),
+    "report of strangers": (
+        "classification", lambda la: laplace.report(la, PAIR, ood=X), InvalidType, "ood is of type Tensor",
+    ),
+    "report of a number": (
+        "classification", lambda la: laplace.report(la, PAIR, train=3), InvalidType, "train is of type int",
+    ),
+    "report by a name": (
+        "classification", lambda la: laplace.report(la, PAIR, generator="0"), InvalidType, "torch.Generator",
+    ),
     "split conformal of a number": (
         "regression", lambda la: laplace.conformal(la, val_loader=3), InvalidType, "val_loader",
     ),

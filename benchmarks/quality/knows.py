@@ -419,7 +419,7 @@ def projected(seed: int) -> Figures:
 
 def of_report(seed: int) -> Figures:
     """Seconds and megabytes of a report on 10,000 predictions of ten classes beside a network's."""
-    from laplace import report
+    from laplace.extensions import report
 
     source = torch.Generator().manual_seed(seed)
     outputs = 3 * torch.randn(10_000, 10, generator=source)

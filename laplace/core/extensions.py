@@ -14,6 +14,7 @@ EXTENSIONS = {
     "laplace.extensions.ood": "ood_score ood_scorer",
     "laplace.extensions.projected": "projected",
     "laplace.extensions.removal": "forget_with_mean",
+    "laplace.extensions.report": "report",
 }
 """Module → names that are imported from it when they are first read, separated by spaces."""
 

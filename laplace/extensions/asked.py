@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from laplace.errors import InvalidType
+from laplace.mixture.mixture import MixtureLaplace
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
+from laplace.tuning.group import PosteriorGroup
 
 Asked = ParametricLaplace | Posterior
 """A posterior over weights, as users hold it or as `la.snapshot()`."""
@@ -24,3 +26,18 @@ def posterior_of(la: Any, name: str = "la") -> Posterior:
     posterior = la if isinstance(la, Posterior) else la.snapshot()
     posterior.require_fitted()
     return posterior
+
+
+def group_of(la: Any) -> PosteriorGroup:
+    """The posteriors of a mixture as values, with their weights; of a fitted posterior a group of one.
+
+    Raises:
+        InvalidType: Another object.
+        NotFittedError: Before `fit`.
+    """
+    if not isinstance(la, MixtureLaplace):
+        return PosteriorGroup((posterior_of(la),))
+    group = la.snapshot()
+    for posterior in group.posteriors:
+        posterior.require_fitted()
+    return group

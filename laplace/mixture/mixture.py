@@ -283,7 +283,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         predictions = [la(x, *_arguments(la, options), **more) for la in self.components]
         return mixed(predictions, weights, self.components[0].channel_dim)
 
-    def _predict_with(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
+    def predict_batch(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Prediction:
         weights, more = self.weights, _changed_options(options) | model_kwargs
         predictions = [la.predict(x, *_arguments(la, options), **more) for la in self.components]
         components = tuple(part for prediction in predictions for part in prediction.components)

@@ -173,7 +173,7 @@ PUBLIC = (
     "laplace.likelihoods",
     "laplace.metrics",
     "laplace.mixture",
-    "laplace.plotting",
+    "laplace.extensions.plotting",
     "laplace.structures",
     "laplace.training",
     "laplace.tuning",

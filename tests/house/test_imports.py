@@ -24,7 +24,7 @@ LAZY = sorted(path for path in PACKAGE.rglob("__init__.py") if "attach(" in path
 
 NOT_FOR_A_FIT = (
     "laplace.curvature.asdl", "laplace.curvature.backpack", "laplace.curvature.curvlinops", "laplace.extensions",
-    "laplace.integrations", "laplace.mixture", "laplace.plotting", "laplace.refinement", "laplace.gp",
+    "laplace.integrations", "laplace.mixture", "laplace.refinement", "laplace.gp",
     "laplace.large_structures",
     "laplace.training", "matplotlib", "sympy", "torch._dynamo", "torch._inductor",
     "torch.fx.experimental.symbolic_shapes", "torch.onnx", "tqdm.auto",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laplace.plotting import new_figure
+from laplace.extensions.plotting import new_figure
 from protocol.mola.tables import LEVELS, numbers
 from protocol.records import Estimate, Records
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import laplace
-from laplace import Laplace, MixtureLaplace, metrics, report
+from laplace import Laplace, MixtureLaplace, metrics
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, UnsupportedError
+from laplace.extensions import report, report_of_file, verdicts
+from laplace.extensions.document import Report
 
 TEMPERATURES = {"calibrated": 1.0, "over-confident": 0.6, "under-confident": 1.6}
 """By which logits are divided that are calibrated as they are."""
@@ -40,24 +42,25 @@ def targets(kind: str, n: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("kind", TEMPERATURES)
 def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 95 of 100 cases; 300 draws of the labels decide as 1,000 do, but for p values of about 1 %."""
-    monkeypatch.setattr(report, "N_DRAWS", 300)
-    found = [report.Predictions("model", classes(kind, seed=seed)[:1]) for seed in range(100)]
-    verdicts = [
-        report._verdict_of_classes(
+    monkeypatch.setattr(verdicts, "N_DRAWS", 300)
+    found = [verdicts.Predictions("model", classes(kind, seed=seed)[:1]) for seed in range(100)]
+    kinds = [
+        verdicts.verdict_of_classes(
             model, classes(kind, seed=seed)[1], torch.arange(1000), torch.Generator().manual_seed(seed)
         ).kind
         for seed, model in enumerate(found)
     ]
-    assert verdicts.count(kind) >= 95
+    assert kinds.count(kind) >= 95
 
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_verdicts_of_targets_are_right(kind: str) -> None:
     cases = [targets(kind, seed=seed) for seed in range(100)]
-    verdicts = [
-        report._verdict_of_targets(report.Predictions("m", (m, v)), y, torch.arange(len(y))).kind for m, v, y in cases
+    kinds = [
+        verdicts.verdict_of_targets(verdicts.Predictions("m", (m, v)), y, torch.arange(len(y))).kind
+        for m, v, y in cases
     ]
-    assert verdicts.count(kind) >= 95
+    assert kinds.count(kind) >= 95
 
 
 def test_predictions_that_are_wrong_both_ways_are_uneven() -> None:
@@ -106,7 +109,7 @@ class Addresses(HTMLParser):
         self.found += [name for name, _ in attrs if name.startswith("on")]
 
 
-def reports() -> dict[str, report.Report]:
+def reports() -> dict[str, Report]:
     pytest.importorskip("matplotlib")
     (probs, y), network = classes("over-confident"), classes("under-confident")[0]
     mean, variance, values = targets("over-confident")
@@ -160,11 +163,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     given = written(tmp_path / "p.csv", "a,b,c,d,e,label", rows)
     other = written(tmp_path / "o.csv", "a,b,c,d,e", probs[:30].tolist())
     out = tmp_path / "report.html"
-    assert report.main([given, "--ood", other, "--out", str(out)]) == 0
+    assert report_of_file.main([given, "--ood", other, "--out", str(out)]) == 0
     assert "over-confident" in capsys.readouterr().out and out.exists()
     mean, variance, targets_ = targets("calibrated")
     columns = torch.cat([mean, variance.sqrt(), targets_], 1).tolist()
-    assert report.main([written(tmp_path / "r.csv", "mean,std,y", columns), "--out", str(tmp_path / "r.json")]) == 0
+    given = written(tmp_path / "r.csv", "mean,std,y", columns)
+    assert report_of_file.main([given, "--out", str(tmp_path / "r.json")]) == 0
     assert "no miscalibration" in capsys.readouterr().out
 
 
@@ -182,7 +186,7 @@ def test_files_that_cannot_be_read_are_refused(
     head: str, rows: list[list[float]], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        report.main([written(tmp_path / "p.csv", head, rows), "--out", str(tmp_path / "r.json")])
+        report_of_file.main([written(tmp_path / "p.csv", head, rows), "--out", str(tmp_path / "r.json")])
     assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -221,7 +225,7 @@ def trained(likelihood: str, n_outputs: int) -> tuple[Laplace, Tensor, Tensor]:
 def test_the_report_of_a_posterior_is_that_of_its_probabilities_and_the_networks() -> None:
     la, x, y = trained("classification", 3)
     strange = [(3 * x[:10],)]
-    found = la.report([(x[:40], y[:40]), (x[40:], y[40:])], ood=strange)
+    found = laplace.report(la, [(x[:40], y[:40]), (x[40:], y[40:])], ood=strange)
     network = la.model(x).softmax(1).detach(), la.model(3 * x[:10]).softmax(1).detach()
     expected = report.of_probabilities(la(x), y, network=network[0], ood=(network[1], la(3 * x[:10])))
     assert found.n_data == 60
@@ -237,7 +241,7 @@ def test_the_report_of_a_posterior_is_that_of_its_probabilities_and_the_networks
 
 def test_the_report_of_a_regression_has_the_noise() -> None:
     la, x, y = trained("regression", 2)
-    found = la.report([(x, y)], ood=[x[:9] + 5])
+    found = laplace.report(la, [(x, y)], ood=[x[:9] + 5])
     mean, variance = la(x, diagonal_output=True, observation_noise=True)
     expected = report.of_gaussians(mean, variance, y, network=(la.model(x).detach(), torch.ones_like(mean)))
     assert [v.sentence for v in found.verdicts] == [v.sentence for v in expected.verdicts]
@@ -249,7 +253,7 @@ def test_the_report_of_a_regression_has_the_noise() -> None:
 
 def test_suspicious_labels_of_the_training_data_are_named(tmp_path: Path) -> None:
     la, x, y = trained("classification", 3)
-    found = la.report([(x[:30], y[:30])], train=[(x[30:], y[30:])])
+    found = laplace.report(la, [(x[:30], y[:30])], train=[(x[30:], y[30:])])
     errors = laplace.label_errors(la, [(x[30:], y[30:])])
     assert [i for i, _ in found.suspicious] == errors.indices[: report.N_SUSPICIOUS].tolist()
     assert found.suspicious[0][1] == pytest.approx(float(errors.self_influence.max()))
@@ -257,14 +261,14 @@ def test_suspicious_labels_of_the_training_data_are_named(tmp_path: Path) -> Non
     assert "Suspicious labels" in (tmp_path / "report.html").read_text("utf-8") and "Suspicious labels" in repr(found)
     assert len(json.loads(json.dumps(found.to_dict()))["suspicious"]) == report.N_SUSPICIOUS
     with pytest.raises(UnsupportedError, match="train"):
-        MixtureLaplace([la, trained("classification", 3)[0]]).report([(x, y)], train=[(x, y)])
+        laplace.report(MixtureLaplace([la, trained("classification", 3)[0]]), [(x, y)], train=[(x, y)])
 
 
 def test_a_mixture_is_reported_beside_its_ensemble() -> None:
     la, x, y = trained("classification", 3)
     other, _, _ = trained("classification", 3)
     mixture = MixtureLaplace([la, other])
-    found = mixture.report([(x, y)], ood=[3 * x[:10]])
+    found = laplace.report(mixture, [(x, y)], ood=[3 * x[:10]])
     assert [verdict.name for verdict in found.verdicts] == ["posterior", "ensemble"]
     inside, outside = laplace.ood_score(mixture, x), laplace.ood_score(mixture, 3 * x[:10])
     assert found.ood["posterior"]["auroc"] == pytest.approx(float(metrics.auroc(-inside, -outside)))
@@ -275,10 +279,10 @@ def test_reports_of_other_likelihoods_are_refused() -> None:
     la = Laplace(torch.nn.Linear(3, 1), "bernoulli", "all", "kron")
     x, y = torch.randn(30, 3), torch.randint(2, (30, 1)).float()
     with pytest.raises(NotFittedError):
-        la.report([(x, y)])
+        laplace.report(la, [(x, y)])
     la.fit([(x, y)])
     with pytest.raises(UnsupportedError, match="compare"):
-        la.report([(x + 1, y)])
+        laplace.report(la, [(x + 1, y)])
 
 
 def test_rows_that_are_no_probabilities_are_refused(tmp_path: Path) -> None:
@@ -303,9 +307,9 @@ def test_columns_are_distinct_and_printable(tmp_path: Path) -> None:
     for head, message in heads.items():
         path.write_text(f"{head}\n0.5,0.5,0,0\n"[: -3 if head.count(",") == 2 else None] + "\n")
         with pytest.raises((InvalidData, InvalidArgument), match=message):
-            report._of_file(str(path), None, "model")
+            report_of_file._of_file(str(path), None, "model")
     path.write_text("\x1b[31ma,b,label\n" + "0.5,0.5,0\n0.1,0.9,1\n" * 20)
-    assert "\x1b" not in str(report._of_file(str(path), None, "model"))
+    assert "\x1b" not in str(report_of_file._of_file(str(path), None, "model"))
     with pytest.raises(InvalidArgument, match="more than once"):
         report.of_probabilities(*classes("calibrated"), classes=["a", "a", "b", "c", "d"])
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from laplace import Laplace, plotting
+from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData, MissingDependency, UnsupportedError
-from laplace.metrics import regression_calibration_error
-from laplace.plotting import (
+from laplace.extensions import plotting
+from laplace.extensions.plotting import (
     COLOURS,
     decision_map,
     new_figure,
@@ -26,6 +26,7 @@ from laplace.plotting import (
     shift_curve,
     uncertainty_map,
 )
+from laplace.metrics import regression_calibration_error
 
 
 def test_a_figure_is_drawn_and_saved(tmp_path: Path) -> None:
