@@ -39,7 +39,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples papers benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist versions quickstart docs benchmark benchmark-quality benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist release-check versions quickstart docs paper benchmark benchmark-quality benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -114,6 +114,9 @@ $(FLOOR)/.stamp: pyproject.toml
 dist: $(READY)  ## Build the wheel and the source archive into dist/
 	rm -rf dist
 	$(PY) -m build --no-isolation
+
+release-check: dist  ## Check what a release needs, RELEASING.md (ARGS=--final on the day)
+	PIP_ARGS="$(PIP_ARGS)" PYTHONPATH=. $(PY) -m tests.release $(ARGS)
 
 versions: $(READY)  ## Write the versions of other packages that are here into docs/integrations.md
 	$(PY) -m tests.integrations.versions
