@@ -133,6 +133,12 @@ $(VENV)/.docs-stamp: $(STAMP)
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
+# The form of the Journal of Open Source Software; it takes pandoc with a LaTeX engine.
+paper:  ## Build build/paper.pdf of paper/paper.md, where pandoc is
+	@command -v pandoc >/dev/null || { echo "pandoc is not installed: paper/paper.md is not built"; exit 1; }
+	mkdir -p build
+	cd paper && pandoc paper.md --citeproc --output ../build/paper.pdf
+
 benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick), beside laplace-torch where it is
 	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)
 	$(if $(wildcard $(PEER)/.stamp),PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS))
