@@ -27,8 +27,8 @@ _ALIGNED = 16
 """Draws in all parts but the last are a multiple of this, and no fewer are left for the last: a processor's generator
 then gives the numbers of a single call."""
 
-_LARGEST_RATE = 1e30
-"""Rate of counts above which they are drawn as with this one: infinite ones have no counts."""
+_DRAWN_RATE = 1e15
+"""Rate above which a count is its rate, to seven digits or more: PyTorch's integers end soon."""
 
 
 def check_generator(generator: torch.Generator | None) -> None:
@@ -119,10 +119,10 @@ class _DrawnOn(TorchDispatchMode):
 
 
 def poisson(rates: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Counts with these rates, in their shape and dtype."""
+    """Counts with these rates, in their shape and dtype; infinite ones have the largest number of it."""
     device = rates.device if generator is None else generator.device
-    bounded = rates.clamp(max=_LARGEST_RATE).to(device)
-    return torch.poisson(bounded, generator=generator).to(rates.device)
+    drawn = torch.poisson(rates.clamp(max=_DRAWN_RATE).to(device), generator=generator).to(rates.device)
+    return torch.where(rates > _DRAWN_RATE, rates.clamp(max=torch.finfo(rates.dtype).max), drawn)
 
 
 def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:

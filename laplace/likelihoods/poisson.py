@@ -5,18 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor, distributions
 
-from laplace.core.checks import require
+from laplace.core.checks import is_true, numbers_are_known, require
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import poisson
-from laplace.errors import InvalidData
+from laplace.errors import ApproximationWarning, InvalidData, warn
 from laplace.likelihoods.base import Likelihood, MomentLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.targets import MomentTarget, Score, Summary, TargetMoments, mean_of, stretched, variance_of
+
+_WIDE = 40.0
+"""Variance of a log rate above which exp(v) − 1 is exp(v) to the last digit of float64."""
+
+_MANY = 1e4
+"""Counts from which logarithms of their probabilities are a series."""
+
+_NEAR = 1e-3
+"""Relative distance of a count from its rate within which their deviance is a series."""
 
 _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
@@ -29,11 +38,46 @@ def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
     """Moments of a count with log rate f ~ N(μ, v), in closed form, float64.
 
     E[y] = E[Var(y | f)] = m = exp(μ + v/2),    Var(E[y | f]) = m² (exp(v) − 1).
+
+    Where the dtype of the outputs does not hold both, as of log rates that are hardly known, they are in their place
+    the median exp(μ) of the rate, and the square of half its central 68 %, (exp(μ) sinh √v)², as far as it holds these.
+
+    Warns:
+        ApproximationWarning: There are such rows, as many as it says.
     """
     variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=1, dim2=2)
-    variance = widened(variance).clamp(min=0)
-    rate = (widened(mean) + 0.5 * variance).exp()
-    return TargetMoments(rate, rate, variance.expm1() * rate.square())
+    f, variance = widened(mean), widened(variance).clamp(min=0)
+    known = _moments(f, variance)
+    unheld = ~known.variance.to(mean.dtype).isfinite()
+    if numbers_are_known() and not is_true(unheld.any()):
+        return known
+    rows = unheld.any(-1)
+    if is_true(rows.any()):
+        warn(
+            f"E[y] and Var(y) of {int(rows.sum())} of {len(rows)} data are beyond the range of {mean.dtype}, since "
+            "their log rates are hardly known, or large: they are the median of the rate and the square of half its "
+            "central 68 % there. NLL and intervals are those of y. Raise prior_precision, or look at these inputs.",
+            ApproximationWarning,
+        )
+    held = _moments(f.where(~unheld, 0.0), variance.where(~unheld, 0.0))  # whose gradients are numbers
+    largest, deviation = 0.5 * math.sqrt(torch.finfo(mean.dtype).max), variance.where(unheld, 1.0).sqrt()
+    middle, upper, lower = (_bounded_exp(f + step, largest) for step in (0.0, deviation, -deviation))
+    return TargetMoments(
+        torch.where(unheld, middle, held.mean),
+        torch.where(unheld, middle, held.aleatoric),
+        torch.where(unheld, (0.5 * (upper - lower)).square(), held.epistemic),
+    )
+
+
+def _moments(f: Tensor, variance: Tensor) -> TargetMoments:
+    rate, wide = (f + 0.5 * variance).exp(), variance > _WIDE
+    square = rate.square().where(~wide, 0.0)  # which may vanish where its product does not
+    epistemic = variance.where(~wide, 0.0).expm1() * square
+    return TargetMoments(rate, rate, torch.where(wide, (2 * (f + variance)).where(wide, 0.0).exp(), epistemic))
+
+
+def _bounded_exp(f: Tensor, largest: float) -> Tensor:
+    return f.clamp(max=math.log(largest)).exp()
 
 
 class CountTarget(MomentTarget):
@@ -67,14 +111,16 @@ class CountTarget(MomentTarget):
         if observation_noise or rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)
         lower, upper = rows.gaussian_interval([component.latent_variance for component in rows.components], level)
-        return lower.exp(), upper.exp()
+        largest = torch.finfo(lower.dtype).max / 2
+        return _bounded_exp(lower, largest), _bounded_exp(upper, largest)
 
 
 @dataclass(frozen=True)
 class Poisson(MomentLikelihood):
     """p(y | f) = Π_c Poisson(y_c; exp(f_c)), for counts y: the outputs are logarithms of rates.
 
-    `la(x)` is (E[y], Var(y)), `[B, C]` each: m = exp(μ + v/2) under f ~ N(μ, v), and m + m² (exp(v) − 1).
+    `la(x)` is (E[y], Var(y)), `[B, C]` each: m = exp(μ + v/2) under f ~ N(μ, v), and m + m² (exp(v) − 1), see
+    `log_normal_moments`.
     """
 
     name = "poisson"
@@ -124,7 +170,7 @@ class Poisson(MomentLikelihood):
 
     def conditional(self, f: Tensor) -> distributions.Distribution:
         """C independent Poisson distributions."""
-        return distributions.Independent(distributions.Poisson(f.exp(), validate_args=False), 1)
+        return distributions.Independent(_Counts(_bounded_exp(f, torch.finfo(f.dtype).max / 2)), 1)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """−Σ_c log ∫ Poisson(y_c; exp(f)) N(f; μ, v) df, `[B]`, with the μ and v of these moments of y_c.
@@ -139,6 +185,38 @@ class Poisson(MomentLikelihood):
             return -known.sum(-1).to(prediction)
         spread = ((widened(variance) - mean) / mean.square()).log1p().clamp(min=_SMALLEST_VARIANCE)
         return -_log_mixture(mean.log() - 0.5 * spread, spread, y).sum(-1).to(prediction)
+
+
+class _Counts(distributions.Poisson):
+    """Counts of any rate: their numbers, and logarithms of their probabilities, are right where rates are large."""
+
+    def __init__(self, rate: Tensor) -> None:
+        super().__init__(rate, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _Counts:
+        return _Counts(self.rate.expand(batch_shape))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        with torch.no_grad():
+            return poisson(self.rate.expand(self._extended_shape(sample_shape)))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Of counts in the thousands in float64, by deviance and Stirling's series: its terms cancel.
+
+        (Loader, 2000, "Fast and accurate computation of binomial probabilities".)
+        """
+        known = super().log_prob(value)
+        y, rate = torch.broadcast_tensors(widened(value), widened(self.rate))
+        many = y > _MANY
+        if not is_true(many.any()):
+            return known
+        y, rate = y.where(many, 1.0), rate.where(many, 1.0)
+        gap = (y - rate) / rate
+        near = rate * gap.square() * (0.5 - gap * (1 / 6 - gap / 12))
+        deviance = torch.where(gap.abs() < _NEAR, near, y * (y / rate).log() - (y - rate))
+        return torch.where(many, -deviance - 0.5 * (y.log() + math.log(2 * math.pi)) - 1 / (12 * y), known.to(y)).to(
+            known
+        )
 
 
 def _log_mixture(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:

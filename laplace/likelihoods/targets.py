@@ -239,6 +239,10 @@ class Target:
         """Aleatoric and epistemic parts under one posterior."""
         self.refuse("decomposition", rows.likelihood)
 
+    def moments_under(self, latent: Gaussian, likelihood: Likelihood) -> TargetMoments:
+        """Moments of y, of targets whose prediction they are."""
+        self.refuse("target_moments", likelihood)
+
     def require_probabilities(self, what: str, rows: Prediction) -> None:
         """Raises where E[y] is no probability."""
         self.refuse(what, rows.likelihood)
@@ -695,7 +699,7 @@ class MomentTarget(SampledTarget):
         """Variance by the law of total variance, over f and over the components."""
         if rows.sampled:
             return super().variance(rows)
-        parts = [self._of(component) for component in rows.components]
+        parts = [component.target_moments for component in rows.components]
         if len(parts) == 1:
             return parts[0].variance
         return rows.moments([part.mean for part in parts], [part.variance for part in parts])[1]
@@ -704,7 +708,7 @@ class MomentTarget(SampledTarget):
         by_samples = super().decompose(rows)
         if rows.sampled:
             return by_samples
-        known = self._of(rows)
+        known = rows.target_moments
         return Decomposition(
             known.aleatoric,
             known.epistemic,
@@ -712,6 +716,9 @@ class MomentTarget(SampledTarget):
             by_samples.expected_entropy,
             known.mean,
         )
+
+    def moments_under(self, latent: Gaussian, likelihood: Likelihood) -> TargetMoments:
+        return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)
 
     def reads_variances(self, likelihood: Likelihood, link: str, *, for_scores: bool = False) -> bool:
         return self.variances_only
@@ -746,10 +753,6 @@ class MomentTarget(SampledTarget):
         if covariance.ndim == mean.ndim:
             return mean, covariance
         return self._summary_without_link(mean, covariance, for_scores=False)
-
-    def _of(self, rows: PosteriorOutputs) -> TargetMoments:
-        latent = rows.link_input
-        return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)
 
 
 TARGETS: dict[str, Target] = {

@@ -20,7 +20,7 @@ from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.links import LINKS
-from laplace.likelihoods.targets import Decomposition, Target
+from laplace.likelihoods.targets import Decomposition, Target, TargetMoments
 from laplace.network.model_guard import AS_IT_IS, autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
 from laplace.predictive.options import PredictOptions
@@ -529,10 +529,17 @@ class PosteriorOutputs:
         own = self.users_latents or self.users_targets
         if self.sampled or (self._link_draws and own is not None) or (self._target_draws and joint):
             return self.mean_samples.mean(0)
+        if likelihood.moment_prediction:
+            return self.target_moments.mean
         gaussian = self.link_input
         return likelihood.predict(
             gaussian.mean, gaussian.covariance, self.options.link, self.options.n_samples, self.draws()
         )
+
+    @lazy
+    def target_moments(self) -> TargetMoments:
+        """Moments of y, where the target knows them."""
+        return self.likelihood.target.moments_under(self.link_input, self.likelihood)
 
     @property
     def link_input(self) -> Gaussian:
