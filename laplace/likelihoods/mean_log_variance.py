@@ -66,6 +66,10 @@ class MeanLogVariance(PairLikelihood):
 
     −log p(y | f) = Σ_c ½ exp(−l_c) (y_c − m_c)² + ½ l_c + ½ log 2π. The curvature is the Fisher information with
     respect to f, diag(exp(−l), ½), which does not depend on y. `la(x)` is (E[y], Var(y)), `[B, C]` each, with noise.
+
+    The loss is convex in m and in l, but not in both. `la.refine` goes down by steps of the Fisher information, each
+    shortened until the loss falls: it ends in a mode, to which every step comes nearer by a factor (where the loss is
+    convex, by twice the digits).
     """
 
     name = "mean_log_variance"

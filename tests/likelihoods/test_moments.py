@@ -301,7 +301,7 @@ def test_counts_of_any_rate() -> None:
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
 def test_moments_of_a_prediction_are_found_once(likelihood: MomentLikelihood, monkeypatch: pytest.MonkeyPatch) -> None:
-    la = grid.make("all", "diag", likelihood.name, prior_precision=50.0)
+    la: Any = grid.make("all", "diag", likelihood.name, prior_precision=50.0)
     x, y = grid.data(likelihood.name)
     la.fit([(x, y)])
     given, times = la.likelihood_object.target, list[int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def fitted(likelihood: str = "classification", structure: str = "kron", **option
 
 
 CONVEX = [name for name in grid.LIKELIHOODS if name != "mean_log_variance"]
-"""Likelihoods with a convex loss. That of a mean and a log variance is convex in each, not in both: steps may go on."""
+"""Likelihoods with a convex loss."""
 
 
 @pytest.mark.parametrize("likelihood", CONVEX)
@@ -107,6 +108,21 @@ def test_float32(likelihood: str) -> None:
     assert la.refine(grid.batches(likelihood)).converged
     assert la.log_likelihood - 0.5 * la.scatter > before
     assert la.mean.dtype == torch.float32
+
+
+def test_a_loss_that_is_not_convex() -> None:
+    """That of a mean and a log variance is convex in each, not in both: it falls in every step, towards a mode."""
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 30).double().unsqueeze(1)
+    y = x.sin() + 0.3 * x.abs() * torch.randn(30, 1).double()
+    la = Laplace(nn.Linear(1, 2).double(), "mean_log_variance", "all", "full")
+    la.fit([(x, y)])
+    with pytest.warns(ApproximationWarning, match="by a factor only, so that hundreds"):
+        first = la.refine([(x, y)], max_steps=5)
+    found = la.refine([(x, y)], max_steps=1000)
+    assert found.converged
+    values = [*first.values, *found.values[1:]]
+    assert all(later <= former + 1e-12 * abs(former) for former, later in pairwise(values))
 
 
 def test_state_copies_and_moves() -> None:
