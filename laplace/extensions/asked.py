@@ -13,6 +13,9 @@ from laplace.tuning.group import PosteriorGroup
 Asked = ParametricLaplace | Posterior
 """A posterior over weights, as users hold it or as `la.snapshot()`."""
 
+Several = Asked | MixtureLaplace | PosteriorGroup
+"""A posterior or a mixture, as users hold it or as its `snapshot()`."""
+
 
 def posterior_of(la: Any, name: str = "la") -> Posterior:
     """The fitted posterior as a value.
@@ -35,9 +38,9 @@ def group_of(la: Any) -> PosteriorGroup:
         InvalidType: Another object.
         NotFittedError: Before `fit`.
     """
-    if not isinstance(la, MixtureLaplace):
+    if not isinstance(la, MixtureLaplace | PosteriorGroup):
         return PosteriorGroup((posterior_of(la),))
-    group = la.snapshot()
+    group = la.snapshot() if isinstance(la, MixtureLaplace) else la
     for posterior in group.posteriors:
         posterior.require_fitted()
     return group

@@ -27,9 +27,8 @@ from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, drawn_seed, standard_normal
 from laplace.engines.engine import outputs
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.extensions.asked import Asked, posterior_of
+from laplace.extensions.asked import Several, group_of
 from laplace.extensions.features import FeatureStatistics, FeatureSums
-from laplace.mixture.mixture import MixtureLaplace
 from laplace.network import next_token
 from laplace.network.model_guard import apart, autograd_mode, reading
 from laplace.posterior.posterior import Posterior
@@ -47,9 +46,6 @@ OodMethod = Literal[
     "classwise_mahalanobis", "classwise_leverage",
 ]  # fmt: skip
 """Scores of distance from the data."""
-
-Several = Asked | MixtureLaplace | PosteriorGroup
-"""A posterior or a mixture, as users hold it or as its `snapshot()`."""
 
 Scores = TypeVar("Scores", bound=Tensor | dict[str, Tensor])
 """Scores of one method, or of several by name."""
@@ -206,7 +202,7 @@ def ood_scorer(
     """
     check_counts(n_samples=n_samples)
     check_generator(generator)
-    group = _group_of(la)
+    group = group_of(la)
     names = checked_methods(group, default_method(group) if method is None else method)
     methods = [METHODS[name] for name in names]
     with group.same_random_states():
@@ -218,12 +214,6 @@ def ood_scorer(
     several = method is not None and not isinstance(method, str)
     with torch.no_grad():
         return OodScorer(names, ranked, statistics, ranked.weights(), n_samples, seed, several)
-
-
-def _group_of(la: Any) -> PosteriorGroup:
-    if isinstance(la, PosteriorGroup):
-        return la
-    return la.snapshot() if isinstance(la, MixtureLaplace) else PosteriorGroup((posterior_of(la),))
 
 
 # Scores of what was seen of some inputs.

@@ -362,10 +362,14 @@ class Cache:
         Only one is kept, and it is let go before another is made: there are never two factorisations.
         """
         last = self._precision
-        if last is None or last[0] is not curvature or not _are_unchanged(last[1], values):
+        if last is not None and last[0] is curvature and _are_unchanged(last[1], values):
+            made = last[2]
+        else:
             self._precision = last = None
-            self._precision = last = curvature, tuple((value, version(value)) for value in values), make()
-        return last[2]
+            made = make()
+        # Equal values are the last ones from now on: of the very same ones no number is compared again.
+        self._precision = curvature, tuple((value, version(value)) for value in values), made
+        return made
 
     def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
         """`prior.squares(theta)`, (θ* − μ₀)², which does not depend on the prior precision: kept for a search over it.

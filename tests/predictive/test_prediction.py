@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,13 +75,15 @@ class Counting:
 
     def __init__(self, la: ParametricLaplace, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = la.engine.jacobian
+        for name in ("jacobian", "jacobian_by_outputs"):
+            monkeypatch.setattr(la.engine, name, self._counted(getattr(la.engine, name)))
 
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def jacobian(*args: Any, **options: Any) -> Any:
             self.count += 1
             return original(*args, **options)
 
-        monkeypatch.setattr(la.engine, "jacobian", jacobian)
+        return jacobian
 
 
 def test_a_mean_pays_for_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
