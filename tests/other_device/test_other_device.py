@@ -42,10 +42,11 @@ def bounds(name: str) -> dict[str, dict[str, int]]:
     eight.
     """
     structure = name.rpartition(", ")[-1]
-    # Moments of y are checked once more; of an uncertain noise it is asked twice where they say something.
+    # Moments of y are checked once more; of an uncertain noise it is asked twice where they say something, of counts
+    # once whether the dtype holds them.
     likelihood = name.partition(", ")[0]
     asks_of_noise = likelihood in ("heteroscedastic", "mean_log_variance")
-    of_moments = 3 if asks_of_noise else int(likelihood == "poisson")
+    of_moments = 3 if asks_of_noise else 2 * (likelihood == "poisson")
     of_samples = int(likelihood not in ("classification", "bernoulli"))
     readings = cases.READINGS[structure] if structure in cases.READINGS else 1
     assert readings == 1 or STRUCTURES[structure].n_passes > 1
