@@ -63,7 +63,8 @@ class Held:
             self._values_of.append(itemgetter(*_FLAGS, *(name for name in names if name not in containers)))
             self._tables_of.append(itemgetter("_parameters", "_modules", *containers))
         self._values = _got(self._values_of, own)
-        contents, self._shape = _contents(_got(self._tables_of, own))
+        tables = _got(self._tables_of, own)
+        self._kinds, self._sizes, contents = list(map(type, tables)), list(map(len, tables)), _contents(tables)
         self._places = list(map(id, contents))
         self._kept = [part for part in contents if not isinstance(part, nn.Module)]  # whose places no others get
 
@@ -78,22 +79,20 @@ class Held:
             values, tables = _got(self._values_of, own), _got(self._tables_of, own)
         except KeyError:  # an attribute has another name
             return False
-        if not all(map(is_, values, self._values)):
-            return False
-        contents, shape = _contents(tables)
-        return shape == self._shape and list(map(id, contents)) == self._places
+        if not all(map(is_, values, self._values)) or list(map(type, tables)) != self._kinds:
+            return False  # of a table in whose place there is something else nothing more is asked
+        return list(map(len, tables)) == self._sizes and list(map(id, _contents(tables))) == self._places
 
 
 def _got(getters: list[itemgetter[Any]], own: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(itemgetter.__call__, getters, own)))
 
 
-def _contents(tables: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What is in tables and containers, and their types and sizes."""
+def _contents(tables: list[Any]) -> list[Any]:
+    """What is in tables and containers."""
     full = list(filter(None, tables))
     keyed = [table for table in full if isinstance(table, dict)]
-    contents = [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, keyed))]
-    return contents, [*map(type, tables), *map(len, tables)]
+    return [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, keyed))]
 
 
 class PlainNetwork:

@@ -166,6 +166,21 @@ def fill_a_tensor(model: Any) -> None:
     model.scale.fill_(3.0)
 
 
+def other_than_a_container(value: Any) -> Callable[[Any], Any]:
+    """Puts a value in the place of an empty and of a full container."""
+
+    def change(model: Any) -> None:
+        model.more, model.factors = {}, [1, 2.0]
+        require_as_fresh(model)
+        model.more = value
+        require_as_fresh(model)
+        model.more = [1]
+        require_as_fresh(model)
+        model.more = value
+
+    return change
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a float for an integer": sets(scale=1.0),
     "a truth value for an integer": sets(scale=True),
@@ -180,6 +195,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a tensor in a list": lambda model: model.factors.__setitem__(0, torch.tensor([0.5, 1.0]).double()),
     "a tuple for a list": sets(factors=(1, 3.0)),
     "an entry that changes its list": move,
+    "None for a container": other_than_a_container(None),
+    "a number for a container": other_than_a_container(5),
+    "a tensor for a container": other_than_a_container(torch.ones(3)),
     "the order of a mapping": reorder,
     "the name of an entry": rename,
     "an equal mapping of another kind": sets(steps={"twice": 2.0, "tanh": 1}),
@@ -243,6 +261,32 @@ def test_what_a_pass_writes_is_not_there_in_the_next_block() -> None:
     first = out(model)
     assert all(torch.equal(out(model), first) for _ in range(3))
     assert model.calls == len(model.log) == int(model.runs) == 0
+
+
+class Keeps(Plain):
+    """Keeps what a layer gives, or nothing, in the place of a container."""
+
+    def __init__(self, start: Any, kept: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.features, self.kept = start, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.kept(self.first(x))
+        return super().forward(x)
+
+
+KEPT: list[Callable[[Tensor], Any]] = [lambda z: z, lambda z: z.sum(), lambda z: None, len]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=["a tensor", "a scalar", "None", "a number"])
+@pytest.mark.parametrize("start", [[], {}, [1]], ids=str)
+def test_a_pass_keeps_what_is_no_container(start: Any, kept: Callable[[Tensor], Any]) -> None:
+    """A container in whose place a pass leaves something else is the network's own in the next block."""
+    model = Keeps(start, kept)
+    la = fitted(model)
+    assert torch.equal(la(X)[1], fitted(Plain())(X)[1])
+    require_as_fresh(copy.deepcopy(model))
+    assert model.features is start
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
