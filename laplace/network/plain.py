@@ -210,7 +210,16 @@ def _is_plain(module: nn.Module) -> bool:
     own = module.__dict__
     if not own.keys() >= _OWN or any(own[name] for name in HOOKS):
         return False
+    if any(map(_leads_further, own["_parameters"].values())):
+        return False
     return all(map(_holds_little, (value for name, value in own.items() if name not in _OWN)))
+
+
+def _leads_further(parameter: nn.Parameter | None) -> bool:
+    """True if a parameter has hooks or attributes that may lead to the network: its copies would keep it alive."""
+    if parameter is None:
+        return False
+    return bool(parameter._backward_hooks) or not ATOMS.issuperset(map(type, vars(parameter).values()))
 
 
 def _holds_little(value: Any) -> bool:

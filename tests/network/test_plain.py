@@ -453,3 +453,22 @@ def test_networks_are_let_go(change: Callable[[Any], Any]) -> None:
     del model, la
     gc.collect()
     assert not [ref for ref in gone if ref() is not None]
+
+
+BEFORE: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda model: setattr(model.first.weight, "owner", model),
+    "a hook": lambda model: model.first.weight.register_hook(lambda _, owner=model: None),
+}
+
+
+@pytest.mark.parametrize("change", BEFORE.values(), ids=BEFORE)
+def test_networks_whose_parameters_lead_to_them_are_let_go(change: Callable[[Any], Any]) -> None:
+    """Nor do parameters that hold their network."""
+    model = Plain()
+    change(model)
+    la = fitted(model)
+    la(X)
+    gone = weakref.ref(model)
+    del model, la
+    gc.collect()
+    assert gone() is None
