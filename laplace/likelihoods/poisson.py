@@ -60,7 +60,8 @@ def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
             ApproximationWarning,
         )
     held = _moments(f.where(~unheld, 0.0), variance.where(~unheld, 0.0))  # whose gradients are numbers
-    largest, deviation = 0.5 * math.sqrt(torch.finfo(mean.dtype).max), variance.where(unheld, 1.0).sqrt()
+    largest, tiny = 0.5 * math.sqrt(torch.finfo(mean.dtype).max), torch.finfo(variance.dtype).tiny
+    deviation = variance.where(unheld, 1.0).clamp(min=tiny).sqrt()  # of a rate that is known, without a gradient
     middle, upper, lower = (_bounded_exp(f + step, largest) for step in (0.0, deviation, -deviation))
     return TargetMoments(
         torch.where(unheld, middle, held.mean),

@@ -283,6 +283,16 @@ def test_rates_that_no_float_holds_are_shown_by_their_middle(dtype: torch.dtype)
     assert all(bool(part.isfinite().all()) for part in (*shown, *slopes))
 
 
+def test_known_rates_that_no_float_holds_have_gradients() -> None:
+    """Also where a log rate has no variance at all, beside one that has."""
+    mean = torch.tensor([[709.0, 900.0]], dtype=torch.float64, requires_grad=True)
+    variance = torch.tensor([[0.0, 0.1]], dtype=torch.float64, requires_grad=True)
+    with pytest.warns(ApproximationWarning, match="of 1 of 1 data are beyond the range"):
+        known = log_normal_moments(mean, variance)
+    slopes = torch.autograd.grad((known.mean + known.epistemic).sum(), (mean, variance))
+    assert all(bool(part.isfinite().all()) for part in (known.mean, known.epistemic, *slopes))
+
+
 def test_counts_of_any_rate() -> None:
     """Samples are no negative numbers; probabilities those of SciPy, and of a Gaussian where counts are many."""
     for rate, y in [(3e4, 29_500.0), (3e4, 20_001.0), (2e5, 2e5), (1e4, 3e4), (1e-3, 2e4), (2e4, 0.0)]:
