@@ -34,8 +34,6 @@ def other_weights(one: Problem, other: Problem) -> str | None:
 
 
 def _require_same_weights(call: str, one: Posterior, other: Posterior) -> None:
-    for posterior in (one, other):
-        posterior.require_fitted()
     difference = other_weights(one.problem, other.problem)
     if difference:
         raise InvalidArgument(f"{call} takes a posterior over the same weights: {difference}.")
@@ -57,14 +55,7 @@ def kl(la: Asked, other: Asked) -> Tensor:
         InvalidType: No posterior over weights.
         InvalidArgument: Other weights have a distribution.
     """
-    return _kl(posterior_of(la), posterior_of(other, "other"))
-
-
-def _kl(one: Posterior, other: Posterior) -> Tensor:
-    """KL(one ‖ other) = ½ (tr(P₂ Σ₁) − P + (m₂ − m₁)ᵀ P₂ (m₂ − m₁) + log det P₁ − log det P₂), in nats, 0-dim, float64.
-
-    The trace is a sum of quadratic forms of the root that samples are drawn with, exact in P calls at most.
-    """
+    one, other = posterior_of(la), posterior_of(other, "other")
     _require_same_weights("kl", one, other)
     with autograd_mode(), torch.no_grad():
         precision, reference = one.precision(), other.precision()
@@ -81,9 +72,9 @@ def _kl(one: Posterior, other: Posterior) -> Tensor:
 def wasserstein(la: Asked, other: Asked) -> Tensor:
     """W₂ distance of two posteriors over the same weights, in units of the weights, 0-dim, float64.
 
-    W₂² = ‖m₁ − m₂‖² + tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982). Unlike `kl` it is symmetric, and
-    compares posteriors of very different widths. Structures, priors and the networks' weights may differ. It
-    takes a singular value decomposition of the largest block.
+    W₂² = ‖m₁ − m₂‖² + tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982) [Redux, appendix eq. 6].
+    Unlike `kl` it is symmetric, and compares posteriors of very different widths. Structures, priors and the networks'
+    weights may differ. It takes a singular value decomposition of the largest block.
 
     Args:
         la: A fitted posterior.
@@ -95,15 +86,7 @@ def wasserstein(la: Asked, other: Asked) -> Tensor:
         InvalidArgument: Other weights have a distribution.
         UnsupportedError: More than 12,000 weights that depend on each other.
     """
-    return _wasserstein(posterior_of(la), posterior_of(other, "other"))
-
-
-def _wasserstein(one: Posterior, other: Posterior) -> Tensor:
-    """W₂(one, other), 0-dim, float64: W₂² = ‖m₁ − m₂‖² + min_Q ‖L₁ − L₂ Q‖² over orthogonal Q, with Σ = L Lᵀ.
-
-    The minimum, at Q = V Uᵀ for L₁ᵀ L₂ = U S Vᵀ, is tr(Σ₁ + Σ₂ − 2 (Σ₁^½ Σ₂ Σ₁^½)^½) (Dowson and Landau, 1982)
-    [Redux, appendix eq. 6]. Unlike this difference it cancels nothing where two posteriors are close.
-    """
+    one, other = posterior_of(la), posterior_of(other, "other")
     _require_same_weights("wasserstein", one, other)
     with autograd_mode(), torch.no_grad():
         n_params = len(one.mean)
@@ -116,7 +99,8 @@ def _wasserstein(one: Posterior, other: Posterior) -> Tensor:
                 f"wasserstein takes the roots of covariances of {largest:,} weights, more than {_LARGEST_ROOT:,}. Use "
                 "laplace.kl, or posteriors that hold smaller blocks."
             )
-        # Columns of L as rows; where units are independent those of all of them at once.
+        # The trace is the least ‖L₁ − L₂ Q‖² over orthogonal Q, at Q = V Uᵀ for L₁ᵀ L₂ = U S Vᵀ, with Σ = L Lᵀ: it
+        # cancels nothing where two posteriors are close. Columns of L are rows; where units are independent, of all.
         roots = [
             widened(torch.cat([precision.sample(rows) for rows in _probes(parts or [torch.arange(n)], one.mean)]))
             for precision, n in zip(precisions, numbers, strict=True)
@@ -145,13 +129,7 @@ def saliency(la: Asked) -> Tensor:
     Raises:
         NotFittedError: Before `fit`.
     """
-    return _saliency(posterior_of(la))
-
-
-def _saliency(posterior: Posterior) -> Tensor:
-    """m_p² P_pp, `[P]`: twice what setting a weight to zero takes from the log density (LeCun et al., 1990)."""
-    posterior.require_fitted()
-    posterior = posterior.unscaled()
+    posterior = posterior_of(la).unscaled()
     with autograd_mode(), torch.no_grad():
         precision, mean = posterior.precision(), posterior.mean
         diagonal = sum(

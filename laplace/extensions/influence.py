@@ -114,30 +114,8 @@ def influence(
         ModelChangedError: The network was trained further after `fit`.
         UnsupportedError: A posterior that is fitted to data with weights.
     """
-    return _influence(posterior_of(la), loader, x, y, top=top, rank=rank, damping=damping, progress_bar=progress_bar)
-
-
-def _influence(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    x: Inputs,
-    y: Tensor,
-    *,
-    top: int | None = None,
-    rank: int | None = None,
-    damping: float | Tensor | None = None,
-    progress_bar: bool = False,
-) -> Influence:
-    """Influence of every input of a loader on the loss at x, y.
-
-    Raises:
-        NotFittedError: Before a fit.
-        InvalidArgument: `top`, `rank` or `damping` is not positive.
-        InvalidData: No data, or data that cannot be used.
-        UnsupportedError: A posterior with weighted data.
-    """
     check_counts(**{name: value for name, value in (("top", top), ("rank", rank)) if value is not None})
-    posterior = posterior.unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
+    posterior = posterior_of(la).unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
     gradients = _Gradients.of(posterior, "influence")
     at = posterior if damping is None else posterior.assigned(prior_precision=damping)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
@@ -200,18 +178,7 @@ def label_errors(la: Asked, loader: Iterable[Any], *, progress_bar: bool = False
         ModelChangedError: The network was trained further after `fit`.
         UnsupportedError: As of `influence`.
     """
-    return _label_errors(posterior_of(la), loader, progress_bar=progress_bar)
-
-
-def _label_errors(posterior: Posterior, loader: Iterable[Any], *, progress_bar: bool = False) -> LabelErrors:
-    """Inputs of a loader by their self-influence.
-
-    Raises:
-        NotFittedError: Before a fit.
-        InvalidData: No data, or data that cannot be used.
-        UnsupportedError: A posterior with weighted data.
-    """
-    posterior = posterior.unscaled()
+    posterior = posterior_of(la).unscaled()
     gradients = _Gradients.of(posterior, "label_errors")
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         precision = posterior.precision()
