@@ -43,12 +43,10 @@ def model_lock(model: nn.Module) -> AbstractContextManager[object]:
 
 def _locks_of(modules: list[nn.Module], *, new: bool = False) -> list[threading.RLock]:
     """Locks of those modules that have one, or get one, in an order that all threads share: networks share modules."""
-    with _GUARD:
-        if new:
-            for module in modules:
-                if module not in _LOCKS:
-                    _LOCKS[module] = next(_NUMBERS), threading.RLock()
-        return [lock for _, lock in sorted(filter(None, map(_LOCKS.get, modules)))]
+    if new:
+        for module in modules:
+            _LOCKS.setdefault(module, (next(_NUMBERS), threading.RLock()))  # at once, whatever other threads do
+    return [lock for _, lock in sorted(filter(None, map(_LOCKS.get, modules)))]
 
 
 _NUMBERS = itertools.count()
@@ -76,7 +74,8 @@ class _Fork(threading.local):
         self.held: list[threading.RLock] = []
 
     def before(self) -> None:
-        self.held = [lock for lock in _locks_of(list(_LOCKS)) if lock.acquire(timeout=_WAITED)]
+        modules = [module for known in _LOCKS.keyrefs() if (module := known()) is not None]
+        self.held = [lock for lock in _locks_of(modules) if lock.acquire(timeout=_WAITED)]
 
     def after(self) -> None:
         for lock in self.held:
@@ -278,13 +277,13 @@ def switched_off(
     call = object()
 
     def put_back() -> None:
-        with _GUARD:
+        with _held([_GUARD]):
             if len(calls) == 1 and call in calls:  # not of a child of a fork, which has put it back
                 write(calls[call])
             calls.pop(call, None)
 
     with surely(put_back):
-        with _GUARD:
+        with _held([_GUARD]):
             calls[call] = next(iter(calls.values())) if calls else read()
             write(False)
         yield

@@ -438,7 +438,7 @@ class ModelState:
     """All that decides a model's outputs besides the data, within one process."""
 
     versions: tuple[tuple[int, int], ...]  # Identity and version of every parameter and buffer
-    # Norms of those that are floating-point, per device, for writes that autograd does not count
+    # Norms of those that are floating-point and not frozen, per device, for writes that autograd does not count
     norms: tuple[Tensor, ...]
     # Types and names of modules, plain values that their attributes hold, hooks too, identities of other objects, and
     # versions of tensors among them; None of a copy, whose objects are others, and under FSDP2
@@ -549,9 +549,10 @@ class Fingerprint:
 
     Versions and norms of tensors are compared first, at the cost of reading the weights once; only if one of them
     differs are the checksums. The norms notice what autograd does not count: writes through `.data`, unless the same
-    numbers only change places in a tensor. What is no tensor, an adapter that was switched, say, shows in outputs at
-    data of the fit, which are compared once, and again whenever plain attributes of modules have changed. Copies and
-    states hold no data: for them the attributes alone are compared.
+    numbers only change places in a tensor, or the parameter is frozen (no gradient is asked of it). What is no tensor,
+    an adapter that was switched, say, shows in outputs at data of the fit, which are compared once, and again whenever
+    plain attributes of modules have changed. Copies and states hold no data: for them the attributes alone are
+    compared.
 
     Attributes:
         places: Device and dtype of every tensor.
@@ -731,7 +732,9 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    numbers = [t if t.layout is torch.strided else _values(t) for t in tensors if t.is_floating_point()]
+    """Norms of what training may write, per device: frozen parameters are as their versions say, and cost no pass."""
+    written = [t for t in tensors if t.is_floating_point() and (t.requires_grad or not isinstance(t, nn.Parameter))]
+    numbers = [t if t.layout is torch.strided else _values(t) for t in written]
     devices = list(dict.fromkeys([t.device for t in numbers]))
     groups = [numbers] if len(devices) == 1 else [[t for t in numbers if t.device == device] for device in devices]
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,6 +109,10 @@ def test_ctrl_c_at_any_line_leaves_nothing(call: Callable[[nn.Module], None], ki
     before, at = as_it_was(model), -1
     for at in every_line(lambda: call(model)):
         assert not differences(before, as_it_was(model)), at
+    other = threading.Thread(target=call, args=(network(kind),), daemon=True)
+    other.start()
+    other.join(timeout=20)
+    assert not other.is_alive(), "a lock is held for ever"
     assert at > 20
 
 

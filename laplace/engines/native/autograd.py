@@ -7,9 +7,8 @@ slower kernel; elsewhere, and on networks of matrix products, the vectorised pas
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from laplace.core.memory import ran_out
 from laplace.core.pieces import operations_are_dear
 from laplace.errors import UnsupportedError
-from laplace.network.model_guard import computable_again
+from laplace.network.model_guard import computable_again, switched_off
 from laplace.network.tree import modules_of
 
 # PyTorch's note that vmap runs an operation in a loop of its own is no news to who calls the library. It is turned off
@@ -155,34 +154,21 @@ def differentiable(module: nn.Module, *, twice: bool, of_head: bool = False) -> 
         yield
 
 
-_CUDNN_GUARD = threading.Lock()
-_CUDNN: list[bool] = []
-"""What the switch of cuDNN was set to before the calls that are under way."""
+_CUDNN: dict[object, bool] = {}
+"""Calls that have turned cuDNN off, with what its switch was set to before."""
 
 
-@contextmanager
-def without_cudnn(module: nn.Module) -> Iterator[None]:
-    """Turns cuDNN off, which has no backward pass of recurrent layers in evaluation mode.
+def without_cudnn(module: nn.Module) -> AbstractContextManager[None]:
+    """A block in which cuDNN is off, which has no backward pass of recurrent layers in evaluation mode.
 
     It stays on for networks with convolutions, which need it more, unless they hold a recurrent layer: what they call
-    as a function is refused where it is differentiated. The switch is one of the process: the first call in any thread
-    turns it, the last one puts it back.
+    as a function is refused where it is differentiated.
     """
     modules = modules_of(module)
     if any(isinstance(m, _CONVOLUTIONS) for m in modules) and not any(isinstance(m, _RECURRENT) for m in modules):
-        yield
-        return
-    with _CUDNN_GUARD:
-        _CUDNN.append(torch._C._get_cudnn_enabled())
-        torch._C._set_cudnn_enabled(False)  # `torch.backends.cudnn.flags` would set other switches as well
-    try:
-        yield
-    finally:
-        with _CUDNN_GUARD:
-            before = _CUDNN[0]
-            _CUDNN.pop()
-            if not _CUDNN:
-                torch._C._set_cudnn_enabled(before)
+        return nullcontext()
+    # `torch.backends.cudnn.flags` would set other switches as well.
+    return switched_off(_CUDNN, torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled)
 
 
 _WITHOUT_BACKWARD = "cudnn RNN backward can only be called in training mode"
