@@ -19,10 +19,10 @@ from laplace.extensions import matrix_free
 from laplace.extensions.matrix_free import MatrixFreeOptions
 from laplace.large_structures import krylov
 from tests import grid
+from tests.large_structures.test_krylov import Held
 from tests.reference import curvature as reference
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
-from tests.structures.test_conjugate_gradients import Held
 
 N_DATA, WIDTH = 24, 3
 LIKELIHOODS = {"classification": 3, "regression": 2, "bernoulli": 1, "poisson": 2}

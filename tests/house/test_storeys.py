@@ -43,3 +43,20 @@ def test_the_design_tells_the_storeys() -> None:
     page = (ROOT / "docs" / "design.md").read_text("utf-8")
     told = re.findall(r"^\d\. \*\*(.+?)\*\*", page, re.MULTILINE)
     assert [each.lower() for each in told] == [storey.name for storey in STOREYS]
+
+
+ACROSS = (
+    "agents", "catalogue", "conformance", "downstream", "fixtures", "house", "models", "operations", "other_device",
+    "parity", "pretrained", "random_networks", "reference", "robustness",
+)  # fmt: skip
+"""Folders of tests that go through all storeys, or hold what tests of several use."""
+
+
+def test_tests_are_where_their_code_is() -> None:
+    """A folder of tests has the name of a package, and a module of tests beside them that of a module at the top."""
+    tests, package = ROOT / "tests", ROOT / "laplace"
+    folders = [path.name for path in tests.iterdir() if path.is_dir() and list(path.glob("*.py"))]
+    assert set(ACROSS) <= set(folders)
+    assert not [name for name in folders if name not in ACROSS and not (package / name / "__init__.py").exists()]
+    loose = [path.name.removeprefix("test_") for path in tests.glob("test_*.py")]
+    assert not [name for name in loose if not (package / name).exists()]

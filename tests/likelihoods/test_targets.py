@@ -1,101 +1,171 @@
-"""Bad data given on purpose, and the door to likelihoods by name, enum or object."""
+"""Targets of users' own likelihoods: by samples, by a distribution, by name, or refused with what to write."""
 
 from __future__ import annotations
 
-from enum import Enum
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from laplace.enums import Likelihood as Name
-from laplace.errors import InvalidArgument, InvalidData
-from laplace.likelihoods import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Preference, get_likelihood
+from laplace import Laplace, MixtureLaplace, Prediction
+from laplace.errors import UnsupportedError
+from laplace.likelihoods import LikelihoodFromLoss
+from laplace.likelihoods.categorical import SoftmaxLikelihood
+from laplace.likelihoods.targets import TARGETS
+from tests import grid
+from tests import problems as catalogue
 from tests.reference.compare import assert_close
 
-NAN, INF = float("nan"), float("inf")
+QUANTITIES = ("variance", "entropy", "decomposition")
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "f", "y", "message"),
-    [
-        (Gaussian(), torch.zeros(3, 1), torch.zeros(3), r"unsqueeze\(-1\)"),
-        (Gaussian(), torch.zeros(3, 2), torch.zeros(3, 1), "nothing is broadcast"),
-        (Gaussian(), torch.zeros(3, 2), torch.zeros(2, 2), "must be equal"),
-        (Gaussian(), torch.zeros(2, 1), torch.tensor([[0.0], [NAN]]), "Targets have NaN"),
-        (Gaussian(), torch.zeros(2, 1), torch.tensor([[0.0], [INF]]), "Targets have NaN or infinite"),
-        (Gaussian(), torch.tensor([[NAN]]), torch.zeros(1, 1), "outputs have NaN"),
-        (Gaussian(), torch.zeros(2, 3, 1), torch.zeros(2, 3, 1), r"\[B, C\] is accepted"),
-        (Gaussian(), torch.zeros(2, 1), [[0.0], [1.0]], "of type list"),
-        (Gaussian(), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.complex64), "complex"),
-        (Categorical(), torch.zeros(2, 3), 2 * torch.eye(3)[:2], "sum must be 1"),
-        (Categorical(), torch.zeros(2, 3), torch.eye(3)[:2] - 1e-3, "at least 0"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([[1.5, -0.5, 0.0], [1.0, 0.0, 0.0]]), "smallest is -0.5"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([[NAN, 0.0, 1.0], [1.0, 0.0, 0.0]]), "no NaN"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([[INF, 0.0, 1.0], [1.0, 0.0, 0.0]]), "sum must be 1"),
-        (Categorical(), torch.zeros(2, 3), torch.zeros(2, 3), "sum must be 1"),
-        (Categorical(), torch.zeros(2, 3), torch.ones(2, 3).long(), "sum must be 1"),
-        (Categorical(), torch.zeros(2, 3), torch.full((2, 3), -100), "at least 0"),
-        (Categorical(), torch.zeros(2, 3), torch.eye(4)[:2], r"shape \[2, 3\], are accepted"),
-        (Preference(), torch.zeros(2, 2), torch.ones(2, 2), "sum must be 1"),
-        (Categorical(), torch.zeros(2, 3), torch.zeros(2, 1).long(), "squeeze"),
-        (Categorical(), torch.zeros(2, 3), torch.zeros(3).long(), "accepted"),
-        (Categorical(), torch.zeros(2, 3), torch.zeros(2), r"y\.long\(\)"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), "Label 3 is out of range"),
-        (Categorical(), torch.zeros(2, 3), torch.tensor([0, -1]), "Label -1 is out of range"),
-        (Categorical(ignore_index=None), torch.zeros(2, 3), torch.tensor([0, -100]), "Label -100"),
-        (Categorical(), torch.zeros(2, 1), torch.tensor([0, 1]), "bernoulli"),
-        (Categorical(), torch.full((2, 3), INF), torch.tensor([0, 1]), "outputs have NaN or infinite"),
-        (Preference(), torch.zeros(2, 3), torch.tensor([0, 1]), r"\[B, 2, \.\.\.\]"),
-        (Preference(), torch.zeros(2, 1), torch.tensor([0, 1]), "pairs"),
-        (Preference(), torch.zeros(2, 2), torch.tensor([0, 2]), "out of range"),
-        (Preference(), torch.zeros(2, 2), torch.tensor([0, -100]), "out of range"),
-        (Bernoulli(), torch.zeros(2, 3), torch.zeros(2), "must be equal"),
-        (Bernoulli(), torch.zeros(2, 1), torch.tensor([-1, 1]), r"\(y \+ 1\) / 2"),
-        (Bernoulli(), torch.zeros(2, 1), torch.tensor([0.0, 1.5]), "1.5"),
-        (Bernoulli(), torch.zeros(2, 1), torch.tensor([0.0, NAN]), "NaN"),
-    ],
-)
-def test_bad_data_is_refused(likelihood, f, y, message) -> None:
-    with pytest.raises(InvalidData, match=message):
-        likelihood.check_targets(f, y)
+class Counts(LikelihoodFromLoss):
+    """A user's Poisson likelihood with a log link."""
+
+    name = "counts"
+
+    def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f.exp() - y * f + torch.lgamma(y + 1)).sum()
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(f.exp().expand(n, *f.shape), generator=generator)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        return f.exp()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_soft_labels_of_every_precision(dtype: torch.dtype) -> None:
-    """Rows that were rounded sum to 1 up to that rounding, and exactly afterwards."""
-    rows = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0)).mul(3).softmax(1).to(dtype)
-    q = Categorical().check_targets(torch.zeros(50, 1000, dtype=torch.float64), rows)
-    assert q.dtype == torch.float64
-    assert_close(q.sum(1), torch.ones(50), "algebra")
-    assert_close(q, rows.double() / rows.double().sum(1, keepdim=True), "exact")
-    for hot in (torch.eye(3)[:2].to(dtype), torch.eye(3)[:2].int(), torch.eye(3)[:2].bool()):
-        checked = Categorical().check_targets(torch.zeros(2, 3, dtype=torch.float32), hot)
-        assert checked.dtype == torch.float32
-        assert torch.equal(checked, torch.eye(3)[:2])
+class Described(Counts):
+    """The same, with its distribution."""
+
+    name = "described"
+
+    def conditional(self, f: Tensor) -> Distribution:
+        return Independent(Poisson(f.exp()), 1)
 
 
-def test_targets_are_cast_to_what_the_methods_take() -> None:
-    f = torch.zeros(2, 1, dtype=torch.float64)
-    assert Gaussian().check_targets(f, torch.tensor([[1], [2]])).dtype == torch.float64
-    assert torch.equal(Bernoulli().check_targets(f, torch.tensor([True, False])), torch.tensor([[1.0], [0.0]]).double())
-    two = torch.zeros(2, 2)
-    for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool):
-        for likelihood in (Categorical(), Preference()):
-            labels = likelihood.check_targets(two, torch.tensor([1, 0], dtype=dtype))
-            assert labels.dtype == torch.long
-            assert labels.tolist() == [1, 0]
+@dataclass(frozen=True)
+class Silent(SoftmaxLikelihood):
+    """Classes, of whose target nothing is said."""
+
+    name = "silent"
+    target = TARGETS["other"]
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        return y
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        return f.softmax(-1)
 
 
-@pytest.mark.parametrize("name", list(LIKELIHOODS))
-def test_names_enums_and_objects(name: str) -> None:
-    likelihood = get_likelihood(name)
-    assert likelihood.name == name
-    assert type(get_likelihood(Name(name))) is type(likelihood)
-    assert type(get_likelihood(Enum("Own", {"X": name}).X)) is type(likelihood)
-    assert get_likelihood(likelihood) is likelihood
+class Named(Silent):
+    name = "named"
+    target_kind = "class"
 
 
-@pytest.mark.parametrize("spec", ["poison", Categorical, 3, None])
-def test_unknown_likelihoods(spec) -> None:
-    with pytest.raises(InvalidArgument, match="'regression', 'classification', 'reward_modeling', 'bernoulli'"):
-        get_likelihood(spec)
+def counts(likelihood: Any = None, seed: int = 0, **options: Any) -> tuple[Prediction, Tensor, Tensor]:
+    """A prediction by samples, and the Gaussian of its latents."""
+    problem = catalogue.get("mlp_regression")
+    la = Laplace(problem.make_model(), likelihood or Counts(), "all", "kron", prior_precision=30.0)
+    generator = torch.Generator().manual_seed(1)
+    la.fit([(problem.x, torch.poisson(torch.ones_like(problem.y), generator=generator))])
+    options = {"n_samples": 500, "diagonal_output": True, **options}
+    found = la.predict(problem.x, link_approx="mc", generator=torch.Generator().manual_seed(seed), **options)
+    return found, found.latent_mean, found.latent_variance
+
+
+@pytest.mark.parametrize("likelihood", [Counts(), Described()], ids=lambda likelihood: likelihood.name)
+def test_moments_by_samples(likelihood: LikelihoodFromLoss) -> None:
+    """Against those of a Poisson mixture over a log-normal rate."""
+    found, mean, variance = counts(likelihood)
+    rate = (mean + variance / 2).exp()
+    epistemic = variance.expm1() * rate.square()
+    rates, parts = found.latent_samples.exp(), found.decomposition
+    assert_close(found.mean, rate, "mc", standard_error=rates.std(0) / 500**0.5)
+    spread = (rates - rates.mean(0)).square().std(0) / 500**0.5
+    assert_close(parts.epistemic, epistemic, "mc", standard_error=spread)
+    # A variance by pairs of targets has an error of its own: Var (y − y')²/2 is λ/2 + λ².
+    error = ((rates / 2 + rates.square()).mean(0) + rates.var(0)).sqrt() / 500**0.5
+    assert_close(parts.aleatoric, rate, "mc", standard_error=error)
+    assert_close(found.variance, parts.total, "exact")
+
+
+def test_entropies_by_samples() -> None:
+    """Against sums over counts of the mixture of the same rates."""
+    found, _, _ = counts(n_samples=400)
+    rates, values = found.latent_samples.exp(), torch.arange(60.0, dtype=torch.float64).view(-1, 1, 1, 1)
+    logs = values * rates.log() - rates - torch.lgamma(values + 1)  # [count, S, B, C]
+    expected = -(logs.exp() * logs).sum((0, 3)).mean(0)
+    assert_close(
+        found.decomposition.expected_entropy, expected, "mc", standard_error=1.5 * rates.shape[2] ** 0.5 / 400**0.5
+    )
+    assert (found.decomposition.mutual_information > 0).all()
+    assert_close(found.entropy, found.decomposition.predictive_entropy, "exact")
+
+
+def test_intervals_by_samples() -> None:
+    found, _, _ = counts()
+    lower, upper = found.interval(0.9)
+    assert torch.equal(lower, lower.round()) and torch.equal(upper, upper.round())  # of counts
+    inner = found.interval(0.9, observation_noise=False)
+    rates = found.latent_samples.exp()
+    assert_close(inner[0], rates.quantile(0.05, 0), "exact")
+    assert (upper - lower > inner[1] - inner[0]).all()
+
+
+def test_the_order_of_reading_changes_nothing() -> None:
+    first, *_ = counts(n_samples=20)
+    second, *_ = counts(n_samples=20)
+    variance, entropy = first.variance, first.entropy
+    assert torch.equal(second.entropy, entropy)
+    assert torch.equal(second.variance, variance)
+
+
+def test_a_distribution_is_a_mixture_over_samples() -> None:
+    found, *_ = counts(Described(), n_samples=50)
+    distribution = found.distribution()
+    assert isinstance(distribution, MixtureSameFamily)
+    assert_close(distribution.mean, found.mean, "algebra")
+    assert_close(distribution.variance, found.variance, "algebra")
+    assert distribution.log_prob(torch.ones_like(found.mean)).shape == found.mean.shape[:1]
+    found, *_ = counts(n_samples=50)  # the same, by the methods of the likelihood
+    y = torch.poisson(found.mean)
+    assert_close(found.distribution().log_prob(y), distribution.log_prob(y), "algebra")
+    assert found.distribution().sample((2,)).shape == (2, *found.mean.shape)
+
+
+def test_mixtures_by_samples() -> None:
+    parts = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        parts.append(Laplace(grid.network("regression").double(), Counts(), "all", "diag", prior_precision=50.0))
+    la, x = MixtureLaplace(parts), grid.data("regression")[0].double()
+    la.fit([(x, torch.ones(12, 3, dtype=torch.float64))])
+    found = la.predict(x, link_approx="mc", n_samples=400, generator=torch.Generator().manual_seed(0))
+    assert_close(found.decomposition.total, found.variance, "mc", standard_error=found.variance / 10)
+    assert (found.decomposition.mutual_information >= 0).all()
+    assert found.interval()[0].shape == (12, 3)
+
+
+def test_what_is_not_said_is_refused_with_what_to_write() -> None:
+    la = Laplace(grid.network(), Silent(), "all", "diag")
+    la.fit(grid.batches())
+    found = la.predict(grid.data()[0], n_samples=5)
+    assert found.mean.shape == (12, 3)
+    for name in QUANTITIES:
+        with pytest.raises(UnsupportedError, match=r"'silent' .* define conditional\(f\)"):
+            getattr(found, name)
+    with pytest.raises(UnsupportedError, match="probabilities has no meaning for likelihood='silent'"):
+        _ = found.probabilities
+
+
+def test_a_target_by_name() -> None:
+    """`target_kind` in a user's class stands for the library's target of that name."""
+    assert Named().target is TARGETS["class"]
+    assert Named().target_kind == "class"
+    assert Silent().target_kind == "other"
+    la = Laplace(grid.network(), Named(), "all", "diag")
+    la.fit(grid.batches())
+    assert isinstance(la.predict(grid.data()[0]).distribution(), Categorical)

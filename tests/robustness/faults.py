@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.function_space import BaseFunctionalLaplace
 from tests import grid
-from tests.network.test_manners import differences, picture, prepared, seed
+from tests.network.test_model_guard import differences, picture, prepared, seed
 
 
 class Broken(RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import grid
-from tests.network.test_manners import prepared
+from tests.network.test_model_guard import prepared
 from tests.robustness.faults import nothing_changes
 
 PATIENCE, SHORT = 1.0, 0.2

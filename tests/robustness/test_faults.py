@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from laplace import ELLA, FunctionalLaplace, MixtureLaplace, VaLLA
 from laplace.errors import ApproximationWarning, InvalidData, LaplaceError, TuningWarning
 from tests import grid
-from tests.network.test_manners import seed
+from tests.network.test_model_guard import seed
 from tests.robustness.faults import (
     Broken,
     Fault,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from laplace.network import model_guard
-from tests.network.test_manners import Nasty, differences, picture, prepared
+from tests.network.test_model_guard import Nasty, differences, picture, prepared
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 HERE = model_guard.__file__

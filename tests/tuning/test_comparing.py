@@ -35,7 +35,7 @@ from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import Case, truth
 from tests.conformance.test_positions import net
-from tests.predictive.test_targets import Counts
+from tests.likelihoods.test_targets import Counts
 from tests.reference import comparison as reference
 from tests.reference import likelihoods, predictive
 from tests.reference.compare import assert_close

@@ -16,7 +16,7 @@ from laplace.large_structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
 from tests.conformance.kron_truth import kron_truth
-from tests.conformance.test_lowrank_kron import DISTINCT, DISTINCT_CASES, decaying
+from tests.large_structures.test_lowrank_kron import DISTINCT, DISTINCT_CASES, decaying
 from tests.pairs import turns
 from tests.reference import corrected, kfac
 from tests.reference.compare import assert_close

@@ -20,7 +20,7 @@ from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import Case
 from tests.conformance.test_invariance import same
-from tests.network.test_manners import prepared
+from tests.network.test_model_guard import prepared
 from tests.reference.compare import assert_close
 from tests.robustness.faults import Large, Memory, memory_for, nothing_changes, posterior_bits, same_bits
 
