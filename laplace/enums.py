@@ -126,6 +126,8 @@ class LinkApprox(_Name):
     """Monte-Carlo samples of the outputs."""
     PROBIT = "probit"
     """Closed form: logits scaled by (1 + π/8 · variance)^(−1/2). The default."""
+    PROBIT_CENTRED = "probit_centred"
+    """The same of the logits less their mean, whose variances no common shift of all logits enters."""
     BRIDGE = "bridge"
     """Laplace bridge: a Dirichlet with matching Laplace approximation."""
     BRIDGE_NORM = "bridge_norm"
@@ -134,7 +136,7 @@ class LinkApprox(_Name):
     """Second-order expansion (delta method) of the softmax at the mean."""
 
 
-LinkName = LinkApprox | Literal["mc", "probit", "bridge", "bridge_norm", "delta"]
+LinkName = LinkApprox | Literal["mc", "probit", "probit_centred", "bridge", "bridge_norm", "delta"]
 
 
 class TuningMethod(_Name):

@@ -102,8 +102,9 @@ class Predicting(ABC):
             x: Inputs of B data: a tensor, tuple or mapping.
             pred_type: `"glm"`: the linearised network (Immer et al., 2021), recommended. `"nn"`: sampled weights.
             joint: Also compute covariances between inputs; in classification, `link_approx="mc"` draws joint samples.
-            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"mc"`, `"bridge"`,
-                `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`, which always samples.
+            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"probit_centred"` (of
+                logits less their mean), `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`,
+                which always samples.
             n_samples: Number of Monte-Carlo samples, where samples are drawn.
             diagonal_output: Compute variances of the outputs only, no covariances between them.
             generator: Random generator; equal seeds give bitwise equal results.
@@ -170,8 +171,9 @@ class Predicting(ABC):
             x: Inputs of B data: a tensor, tuple or mapping. Or a loader: any other iterable of batches, e.g. a list.
             pred_type: `"glm"`: the linearised network (Immer et al., 2021), recommended. `"nn"`: sampled weights.
             joint: Also compute covariances between inputs.
-            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"mc"`, `"bridge"`,
-                `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`, which always samples.
+            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"probit_centred"` (of
+                logits less their mean), `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`,
+                which always samples.
             n_samples: Number of Monte-Carlo samples, where samples are drawn.
             diagonal_output: Compute variances of the outputs only, no covariances between them.
             generator: Random generator. Its state is copied, so that results do not depend on the order in which you

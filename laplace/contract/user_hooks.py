@@ -22,7 +22,7 @@ from torch import Tensor
 from laplace.contract.by_hand import TensorByHand, known_form
 from laplace.contract.manual_fit import H_of, checked_H, with_parts, without_data
 from laplace.core.batch import Inputs
-from laplace.core.gaussian import covariance_root
+from laplace.core.gaussian import centred_variance, covariance_root
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import (
     COVARIANCES,
@@ -235,6 +235,11 @@ class UsersPrecision(Precision):
                 values = require_shape(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
                 parts.append(values.to(piece.dtype))
         return torch.cat(parts)
+
+    def centred_variance(self, jacobian: Jacobian) -> Tensor:
+        if not self.posterior.overrides("functional_variance"):
+            return self.precision.centred_variance(jacobian)
+        return centred_variance(self.variance(jacobian, "full"))
 
     def _users_covariance(self, dense: Tensor) -> Tensor:
         """A user's own covariance of rows `[B, C, P]`, `[B·C, B·C]`."""

@@ -22,7 +22,7 @@ from torch.distributions import (
 from laplace.core.checks import is_true, require, together
 from laplace.core.eigen import eigh, goes_one_by_one, root_by_products
 from laplace.core.positions import unrolled
-from laplace.core.precision_policy import widened
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal_parts
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 
@@ -246,6 +246,28 @@ class Gaussian:
             return (root @ blocks.permute(1, 2, 0)).permute(2, 0, 1).reshape(noise.shape)
 
         return coloured
+
+
+def centred(f: Tensor) -> Tensor:
+    """Π f = f − mean f, over the outputs `[..., C]`; finite wherever f is."""
+    largest = torch.finfo(f.dtype).max
+    return (f - (f / f.shape[-1]).sum(-1, keepdim=True)).clamp(-largest, largest)
+
+
+def centred_variance(covariance: Tensor) -> Tensor:
+    """Variances of f − mean f, diag(Π Σ Π) with Π = I − 11ᵀ/C, `[..., C]`, of covariances `[..., C, C]`.
+
+    What is shared cancels, in float64.
+    """
+    shared = covariance.sum(-1, dtype=wide_dtype(covariance.device)) / covariance.shape[-1]
+    variance = widened(covariance.diagonal(dim1=-2, dim2=-1)) - 2 * shared + shared.mean(-1, keepdim=True)
+    return variance.clamp(min=0).to(covariance.dtype)
+
+
+def centred_variance_of_independent(variance: Tensor) -> Tensor:
+    """The same of independent outputs with variances `[..., C]`: (1 − 2/C) v + mean v / C."""
+    n_outputs = variance.shape[-1]
+    return (1 - 2 / n_outputs) * variance + variance.mean(-1, keepdim=True) / n_outputs
 
 
 def sample_moments(samples: Tensor) -> tuple[Tensor, Tensor]:

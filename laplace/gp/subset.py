@@ -17,6 +17,7 @@ from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.checks import named
+from laplace.core.gaussian import centred_variance_of_independent
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.positions import require_none
@@ -203,6 +204,9 @@ class IndependentPrecision(DualPrecision):
         if form == "diagonal":
             return torch.cat(blocks, 1).to(self.dtype)
         return _side_by_side(blocks).to(jacobian.summed_in(self.dtype))
+
+    def centred_variance(self, jacobian: Jacobian) -> Tensor:
+        return centred_variance_of_independent(self.variance(jacobian, "diagonal"))
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         raise self._no_weights()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import nested
+from laplace.core.gaussian import centred, centred_variance
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.pieces import bytes_at_once, numbers_at_once
@@ -230,6 +231,10 @@ class Block(ABC):
     def select_outputs(self, outputs: Tensor) -> Block:
         """K cotangents of every sample, `outputs` `[B, K]`: a block `[K, B, p]`."""
         return DenseBlock(at_outputs(self.dense(), outputs))
+
+    def centred(self) -> Block:
+        """The block less its mean over cotangents: that of f − mean f."""
+        return CentredBlock(self)
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         """Some entries of the tensor: as rows × columns and an index, and the same as flat indices `[q]`."""
@@ -457,6 +462,9 @@ class DenseBlock(Block):
     def at(self, data: slice | Tensor) -> DenseBlock:
         return DenseBlock(self.values[:, data])
 
+    def centred(self) -> DenseBlock:
+        return DenseBlock(less_mean(self.values))
+
     def cast(self, dtype: torch.dtype) -> DenseBlock:
         return DenseBlock(self.values.to(dtype))
 
@@ -500,6 +508,9 @@ class SumBlock(Block):
 
     def select_outputs(self, outputs: Tensor) -> SumBlock:
         return self._each(lambda part: part.select_outputs(outputs))
+
+    def centred(self) -> SumBlock:
+        return self._each(lambda part: part.centred())
 
     def select_entries(self, selection: Selection, entries: Tensor) -> SumBlock:
         return self._each(lambda part: part.select_entries(selection, entries))
@@ -575,6 +586,45 @@ class MappedBlock(_Wrapper):
         return replace(self, whole=self.whole.at(data))
 
 
+@dataclass(frozen=True)
+class CentredBlock(_Wrapper):
+    """A block whose factors do not show the mean over cotangents that it is without: ΠJ, with Π = I − 11ᵀ/K."""
+
+    def dense(self) -> Tensor:
+        return less_mean(self.whole.dense())
+
+    def pieces(self) -> Iterator[Tensor]:
+        return (less_mean(piece) for piece in self.whole.pieces())
+
+    def entries(self, index: Tensor) -> Tensor:
+        return less_mean(self.whole.entries(index))
+
+    def at(self, data: slice | Tensor) -> Block:
+        return replace(self, whole=self.whole.at(data))
+
+    def cast(self, dtype: torch.dtype) -> Block:
+        return replace(self, whole=self.whole.cast(dtype))
+
+    def in_basis(self, basis: ProductBasis) -> Block:
+        return self.whole.in_basis(basis).centred()
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
+        kernel = self.whole.kernel_by_factors(other)
+        return None if kernel is None else lambda: less_mean(kernel())
+
+    @property
+    def contracts_factors(self) -> bool:
+        return self.whole.contracts_factors
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return centred(self.whole.apply(vectors))
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        if not self.contracts_factors:
+            return super().weighted_norms(weights)
+        return centred_variance(self.whole.weighted_gram(weights))
+
+
 @dataclass(frozen=True, eq=False)
 class PickedBlock(_Wrapper):
     """Single entries of another block (a selection that is not rows × columns)."""
@@ -604,6 +654,9 @@ class PickedBlock(_Wrapper):
 
     def at(self, data: slice | Tensor) -> PickedBlock:
         return PickedBlock(self.whole.at(data), self.index)
+
+    def centred(self) -> PickedBlock:
+        return PickedBlock(self.whole.centred(), self.index)
 
     def join(self, others: Sequence[Block]) -> Block:
         alike = all_of(PickedBlock, others)
@@ -716,6 +769,11 @@ class LazyBlock(Block):
 
         sizes = self.n_cotangents // n_positions, self.size
         return replace(self, compute=compute, sizes=sizes, span=(0, self.n_data * n_positions))
+
+
+def less_mean(values: Tensor) -> Tensor:
+    """Values `[K, …]` less their mean over K."""
+    return values - values.mean(0)
 
 
 def at_outputs(values: Tensor, outputs: Tensor) -> Tensor:

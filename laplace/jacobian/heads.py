@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from laplace.core import nested
+from laplace.core.gaussian import centred_variance_of_independent
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block, ProductBasis, RankOne, TensorShape, all_of, chunks
+from laplace.jacobian.blocks import Block, CentredBlock, ProductBasis, RankOne, TensorShape, all_of, chunks, less_mean
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -186,6 +187,9 @@ class HeadBlock(Head):
         head = self if basis.inputs is None else replace(self, features=basis.inputs.rotate_folded(self.features))
         return head if basis.output is None else RotatedHeadBlock(head.features, basis.output.matrix()[0], self.is_bias)
 
+    def centred(self) -> CentredHeadBlock:
+        return CentredHeadBlock(self)
+
     def detached(self) -> HeadBlock:
         return replace(self, features=self.features.detach().clone())
 
@@ -262,6 +266,14 @@ class HeadBlock(Head):
         return torch.diag_embed(self.weighted_norms(weights.to(self.features.dtype))).to(weights.dtype)
 
 
+@dataclass(frozen=True)
+class CentredHeadBlock(CentredBlock):
+    """A head's outputs less their mean: no two of its outputs share a weight, so that their variances are enough."""
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        return centred_variance_of_independent(self.whole.weighted_norms(weights))
+
+
 @dataclass(frozen=True, eq=False)
 class RotatedHeadBlock(Head):
     """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o)."""
@@ -281,6 +293,9 @@ class RotatedHeadBlock(Head):
 
     def at(self, data: slice | Tensor) -> RotatedHeadBlock:
         return replace(self, features=self.features[data])
+
+    def centred(self) -> RotatedHeadBlock:
+        return replace(self, basis=less_mean(self.basis))
 
     def cast(self, dtype: torch.dtype) -> RotatedHeadBlock:
         return replace(self, features=self.features.to(dtype), basis=self.basis.to(dtype))

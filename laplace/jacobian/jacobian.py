@@ -175,6 +175,10 @@ class Jacobian:
         """The Jacobian of K outputs of every sample, `outputs` `[B, K]`."""
         return replace(self, blocks=tuple(block.select_outputs(outputs) for block in self.blocks), outputs=outputs)
 
+    def centred(self) -> Jacobian:
+        """The Jacobian of the outputs less their mean over the cotangents of every sample, Π J."""
+        return replace(self, blocks=tuple(block.centred() for block in self.blocks))
+
     def grouped(self, size: int) -> Jacobian:
         """The Jacobian of groups of consecutive rows, each of which is a sample with size · K outputs."""
         blocks = tuple(GroupedBlock(block, size) for block in self.blocks)

@@ -26,6 +26,7 @@ from laplace.jacobian.blocks import (
     chunks,
     concatenated,
     entries_of,
+    less_mean,
     sum_of_squares,
     total,
 )
@@ -128,6 +129,9 @@ class FactoredBlock(Block):
 
     def select_outputs(self, outputs: Tensor) -> Block:
         return self.with_factors(lambda inputs: inputs, at_outputs(self.g, outputs))
+
+    def centred(self) -> Block:
+        return self.with_factors(lambda inputs: inputs, less_mean(self.g))
 
     def join(self, others: Sequence[Block]) -> Block:
         alike = all_of(type(self), others)

@@ -294,6 +294,11 @@ class Target:
         """True if `summary` reads variances of f alone, no covariances between outputs."""
         return LINKS[link].serving(independent=likelihood.independent_outputs)[1]
 
+    def centred_link(self, likelihood: Likelihood, link: str) -> str | None:
+        """The link of f − mean f that this one is, of which variances of f − mean f are enough; None of other links."""
+        of_all = link in likelihood.links and not likelihood.independent_outputs
+        return LINKS[link].centred if of_all else None
+
     def by_rows(self, likelihood: Likelihood, link: str) -> bool:
         """True if `summary` treats rows alike, without random numbers."""
         return link in likelihood.links and link != LinkApprox.MC

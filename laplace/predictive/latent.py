@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
-from laplace.core.gaussian import Gaussian, sample_moments
+from laplace.core.gaussian import Gaussian, centred, sample_moments
 from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
@@ -70,16 +71,18 @@ def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> G
     """The Gaussian with the moments of samples `[S, B, C]`, whose covariances are unbiased, in a form as below."""
     samples = drawn.values
     mean, covariance = sample_moments(samples)
-    if form != "diagonal":
-        centred = samples - mean
+    if form == "centred":
+        covariance = sample_moments(centred(samples))[1]
+    elif form != "diagonal":
+        steps = samples - mean
         if form == "joint" and group_size is None:
-            rows = centred.flatten(1)
+            rows = steps.flatten(1)
             covariance = rows.T @ rows / (len(samples) - 1)
         else:
             n_rows = 1 if form == "full" or group_size is None else group_size * prod(drawn.positions)
             if samples.shape[1] % n_rows:
                 raise group_left_over(group_size, samples.shape[1] % n_rows)
-            rows = centred.unflatten(1, (-1, n_rows)).flatten(2)
+            rows = steps.unflatten(1, (-1, n_rows)).flatten(2)
             covariance = torch.einsum("sbc,sbd->bcd", rows, rows) / (len(samples) - 1)
     return _checked(Gaussian(mean, covariance, drawn.positions, drawn.outputs))
 
@@ -145,7 +148,8 @@ def linearised(
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent [Redux, appendix B, linearised outputs].
 
     The form of covariances is `"full"`, `[B, C, C]`, `"diagonal"`, `[B, C]`, or `"joint"`, `[B·C, B·C]`, of groups of n
-    inputs `[B/n, n·C, n·C]`; B are rows, data × positions. With `wide` they are summed in float64.
+    inputs `[B/n, n·C, n·C]`; B are rows, data × positions. `"centred"` are variances of the outputs less their mean,
+    `[B, C]`, beside the mean of the outputs themselves. With `wide` they are summed in float64.
     """
     if form == "diagonal" and step is None and choice is None and not create_graph:
         pieces = engine.jacobian_by_outputs(batches.to_device(x, engine.problem.device))
@@ -169,16 +173,15 @@ def gaussian_of(
     if form == "joint" and group_size is not None:
         pieces = whole_groups(pieces, group_size)
     kind: Form = "diagonal" if form == "diagonal" else "full"
+    contract = precision.centred_variance if form == "centred" else partial(precision.variance, form=kind)
     variances: list[Tensor] = []
     of_some: list[Tensor] = []  # outputs of the same data
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
         for jacobian, f in pieces:
-            if form != "diagonal":
+            if form not in ("diagonal", "centred"):
                 require_room((jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents), f)
-            variance = contracted(
-                lambda part: precision.variance(part, kind), replace(jacobian, wide=True) if wide else jacobian
-            )
+            variance = contracted(contract, replace(jacobian, wide=True) if wide else jacobian)
             if form == "diagonal" and jacobian.group_size == 1:
                 of_some.append(variance)
                 if sum(part.shape[1] for part in of_some) < f.shape[1]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.gaussian import Gaussian, mixture_of, normal_of
+from laplace.core.gaussian import Gaussian, centred, mixture_of, normal_of
 from laplace.core.positions import OutputRows, in_users_layout, unrolled
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
@@ -429,7 +429,12 @@ class PosteriorOutputs:
     def positions(self) -> tuple[int, ...]:
         """Dimensions of the positions, empty for outputs `[B, C]`; of a quantity that was computed already."""
         known = next(
-            (name for name in ("latent", "marginals", "_full_covariance", "_drawn") if name in self.__dict__), "_mean"
+            (
+                name
+                for name in ("latent", "marginals", "_centred", "_full_covariance", "_drawn")
+                if name in self.__dict__
+            ),
+            "_mean",
         )
         return getattr(self, known).positions
 
@@ -445,7 +450,11 @@ class PosteriorOutputs:
         if isinstance(self.source, SampleSource):
             return replace(self._drawn, values=self._drawn.values.mean(0))
         known = next(
-            (self.__dict__[name] for name in ("latent", "_sampling_gaussian", "marginals") if name in self.__dict__),
+            (
+                self.__dict__[name]
+                for name in ("latent", "_sampling_gaussian", "marginals", "_centred")
+                if name in self.__dict__
+            ),
             None,
         )
         if known is not None:
@@ -467,6 +476,11 @@ class PosteriorOutputs:
     def marginals(self) -> Gaussian:
         """Gaussian of the outputs with variances alone."""
         return self._gaussian("diagonal")
+
+    @lazy
+    def _centred(self) -> Gaussian:
+        """Gaussian of the outputs with the variances of these less their mean."""
+        return self._gaussian("centred")
 
     @lazy
     def _full_covariance(self) -> Gaussian:
@@ -531,6 +545,9 @@ class PosteriorOutputs:
             return self.mean_samples.mean(0)
         if likelihood.moment_prediction:
             return self.target_moments.mean
+        of_centred = likelihood.target.centred_link(likelihood, self.options.link)
+        if of_centred is not None:
+            return likelihood.predict(centred(self._centred.mean), self._centred.covariance, of_centred)
         gaussian = self.link_input
         return likelihood.predict(
             gaussian.mean, gaussian.covariance, self.options.link, self.options.n_samples, self.draws()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.cached import cached_property
+from laplace.core.gaussian import centred_variance_of_independent
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.pieces import bytes_at_once
@@ -337,6 +338,12 @@ class ProjectedScan(VariancesOverPriors):
             return variances if diagonal or self.together else torch.diag_embed(variances)
 
         return at
+
+    def centred_variances(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
+        if self.together:
+            return super().centred_variances(jacobian)
+        at = self.variances(jacobian, diagonal=True)
+        return lambda deltas: centred_variance_of_independent(at(deltas))
 
 
 def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from laplace.core import eigen, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
+from laplace.core.gaussian import centred_variance
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
@@ -32,7 +33,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
 from laplace.errors import CurvatureError, OutOfMemory
-from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape, chunks
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
@@ -320,6 +321,13 @@ class FullPrecision(Precision):
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         """Sums are in float64 in every form: float32 would lose what cancels in P⁻¹, λmax(P) / λmin(P) of it."""
         return self._contracted(jacobian, form).to(jacobian.summed_in(self._dtype))
+
+    def centred_variance(self, jacobian: Jacobian) -> Tensor:
+        if not jacobian.is_head:
+            return super().centred_variance(jacobian)
+        # Blocks between a head's outputs serve all features: J of their differences would have entries of every output.
+        rows = chunks(jacobian.n_data, jacobian.n_cotangents**2, jacobian.device)
+        return torch.cat([centred_variance(self.variance(jacobian.at(some), "full")) for some in rows])
 
     def _contracted(self, jacobian: Jacobian, form: Form) -> Tensor:
         if form == "diagonal" and jacobian.is_head:

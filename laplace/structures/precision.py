@@ -57,6 +57,10 @@ class Precision(ABC):
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         """J P⁻¹ Jᵀ in one of the forms; covariances are summed in float64 if `jacobian.wide`."""
 
+    def centred_variance(self, jacobian: Jacobian) -> Tensor:
+        """Variances of the outputs less their mean, diag(Π J P⁻¹ Jᵀ Π), `[B, C]`, Π = I − 11ᵀ/C: as cheap as theirs."""
+        return self.variance(jacobian.centred(), "diagonal")
+
     # Evidence and density.
 
     def logdet(self) -> Tensor:
@@ -182,6 +186,10 @@ class VariancesOverPriors(ABC):
         Pieces of the Jacobian that are computed when they are asked for are so once for all n.
         """
 
+    def centred_variances(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
+        """The same of the outputs less their mean, `[n, B, C]`, as of `Precision.centred_variance`."""
+        return self.variances(jacobian.centred(), diagonal=True)
+
 
 def one_by_one(at: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function of n priors `[n]` from one of a single prior `[1]`."""
@@ -234,11 +242,13 @@ class OneByOne(VariancesOverPriors):
     layout: Layout  # The parameters
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        def at(delta: Tensor) -> Tensor:
-            precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
-            return precision.variance(jacobian, "diagonal" if diagonal else "full")
+        return one_by_one(lambda delta: self._at(delta).variance(jacobian, "diagonal" if diagonal else "full"))
 
-        return one_by_one(at)
+    def centred_variances(self, jacobian: Jacobian) -> Callable[[Tensor], Tensor]:
+        return one_by_one(lambda delta: self._at(delta).centred_variance(jacobian))
+
+    def _at(self, delta: Tensor) -> Precision:
+        return self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
 
 
 # Weights drawn from a posterior, some samples at a time: what is computed on the way stays in a processor's caches.

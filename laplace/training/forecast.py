@@ -25,6 +25,7 @@ from laplace.core.precision_policy import widened
 from laplace.enums import HessianStructure, LinkApprox, SubsetOfWeights
 from laplace.errors import LaplaceError, silently
 from laplace.grid import from_names
+from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.parametric import ParametricLaplace
@@ -56,16 +57,18 @@ def warn_if_worse(la: ParametricLaplace, precision_rest: Tensor | None, train_lo
 
 
 def losses_without_each(
-    la: ParametricLaplace, precision_rest: Tensor | None, train_loader: Iterable[Any]
+    la: ParametricLaplace, precision_rest: Tensor | None, train_loader: Iterable[Any], link: str = LinkApprox.PROBIT
 ) -> tuple[Tensor, Tensor] | None:
     """Negative log likelihoods `[n]` of training data, each left out, under the posterior and by the network alone.
+
+    The posterior predicts by a link, that of `la(x)`.
 
     None where predictions are not those of one link, of outputs with positions, and where it would not be cheap. The
     global random state is that before.
     """
     posterior, n_moved = la.snapshot(), sum(p.numel() for p in la.model.parameters() if p.requires_grad)
     likelihood, sigma = posterior.likelihood, posterior.hypers.sigma_noise
-    if not likelihood.has_noise and LinkApprox.PROBIT not in likelihood.links:
+    if not likelihood.has_noise and link not in likelihood.links:
         return None
     if posterior.fit.n_outputs * n_moved > _ENTRIES:
         return None
@@ -81,10 +84,11 @@ def losses_without_each(
         y = Targets.of(posterior, f, y, positions).y
         influence = covariance if moved is posterior else _outputs(moved, x)[1]
         f = f + (influence @ (w * likelihood.gradient(f, y)).unsqueeze(2)).squeeze(2)
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        ours = likelihood.predict(f, variance, LinkApprox.PROBIT), variance if likelihood.has_noise else None
-        network = likelihood.inverse_link(f), None
-        values = [widened(likelihood.predictive_nll(*prediction, y, sigma)) for prediction in (ours, network)]
+        ours = likelihood.target.summary(likelihood, f, covariance, link, for_scores=True)
+        network = likelihood.inverse_link(f)
+        values = [
+            widened(likelihood.predictive_nll(mean_of(one), variance_of(one), y, sigma)) for one in (ours, network)
+        ]
         parts.append((values[0], values[1]))
     ours, network = (torch.cat(column) for column in zip(*parts, strict=True))
     known = ours.isfinite() & network.isfinite()

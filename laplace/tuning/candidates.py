@@ -15,6 +15,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
+from laplace.core.gaussian import centred
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.pieces import bytes_at_once
@@ -81,12 +82,24 @@ class Summaries:
     def diagonal(self) -> bool:
         """True if variances of f are read alone, no covariances between outputs."""
         target, link = self.likelihood.target, self.predictive.link_approx
-        return target.reads_variances(self.likelihood, link, for_scores=self.for_scores)
+        of_f = target.reads_variances(self.likelihood, link, for_scores=self.for_scores)
+        return of_f or self.centred_link is not None
+
+    @property
+    def centred_link(self) -> str | None:
+        """The link of f − mean f, whose variances are read; None where those of f are, as of `Target.centred_link`."""
+        return self.likelihood.target.centred_link(self.likelihood, self.predictive.link_approx)
 
     def contraction(self, precision: Precision) -> Callable[[Jacobian], Tensor]:
-        """Variances `[B, C]` or covariances `[B, C, C]` of f, by its Jacobian."""
+        """Variances `[B, C]` or covariances `[B, C, C]` of f, or variances of f − mean f, by the Jacobian of f."""
+        if self.centred_link is not None:
+            return precision.centred_variance
         form: Form = "diagonal" if self.diagonal else "full"
         return lambda jacobian: precision.variance(jacobian, form)
+
+    def varied(self, jacobian: Jacobian) -> Jacobian:
+        """The Jacobian of that whose (co)variances `contraction` gives: f, or f − mean f."""
+        return jacobian if self.centred_link is None else jacobian.centred()
 
     def read(self, jacobian: Jacobian) -> Jacobian:
         """A Jacobian whose covariances are summed in float64 where samples are drawn from them."""
@@ -97,7 +110,9 @@ class Summaries:
         return torch.Generator().manual_seed(self.seed)
 
     def of_gaussian(self, mean: Tensor, variance: Tensor) -> Prediction:
-        """Summary of f with mean `[B, C]` and variances `[B, C]` or covariances `[B, C, C]`."""
+        """Summary of f with mean `[B, C]`, and variances `[B, C]` as of `contraction` or covariances `[B, C, C]`."""
+        if self.centred_link is not None and variance.ndim == mean.ndim:
+            return self.likelihood.predict(centred(mean), variance, self.centred_link)
         return self.likelihood.target.summary(
             self.likelihood, mean, variance, self.predictive.link_approx, self.predictive.n_samples,
             self.draws(), for_scores=self.for_scores,
@@ -215,7 +230,12 @@ class Candidates:
     def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
         """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
         if self.scan is not None:
-            at = self.scan.variances(jacobian, diagonal=self.summaries.diagonal)
+            centred_alone = self.summaries.centred_link is not None
+            at = (
+                self.scan.centred_variances(jacobian)
+                if centred_alone
+                else self.scan.variances(jacobian, diagonal=self.summaries.diagonal)
+            )
             return lambda group: at(self.priors[group] / self.factors[group])
 
         def one_by_one(group: slice) -> Tensor:

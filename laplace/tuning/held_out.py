@@ -37,11 +37,13 @@ from laplace.fitting.fit import FitOptions, fit
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Choices, Posterior
 from laplace.refinement.linear_model import minimise
+from laplace.tuning.candidates import Predictive
 from laplace.weights.last_layer import LastLayer
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -518,21 +520,21 @@ def warn_of_losses(ours: Tensor, network: Tensor, where: str) -> None:
         )
 
 
-def held_out_losses(posterior: Posterior) -> tuple[Tensor, Tensor] | None:
-    """Negative log likelihoods of some held-out data, `[n]`, under the posterior and by the network alone.
+def held_out_losses(posterior: Posterior, link: str = LinkApprox.PROBIT) -> tuple[Tensor, Tensor] | None:
+    """Negative log likelihoods of some held-out data, `[n]`, under the posterior, by a link, and by the network alone.
 
     None where the fit did not keep all of its data, or where it alone does not lead to the posterior. The global random
     state is not used.
     """
-    seen = _kept_by_fit(posterior)
+    seen = _kept_by_fit(posterior, link)
     if not seen:
         return None
     with autograd_mode(), torch.no_grad(), suppress(CurvatureError):  # of a posterior that does not exist
-        return _losses(posterior, seen)
+        return _losses(posterior, seen, link)
     return None
 
 
-def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
+def _kept_by_fit(posterior: Posterior, link: str) -> list[SeenBatch]:
     """The data of the fit as it kept them; none where they are not all, or do not say how the posterior predicts."""
     data, engine, likelihood = posterior.data, posterior.cache.engine, posterior.likelihood
     if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
@@ -540,14 +542,14 @@ def _kept_by_fit(posterior: Posterior) -> list[SeenBatch]:
     replaced = data.refinement is not None or data.assigned_mean is not None or data.source is not data.fit
     if replaced or posterior.root is not None or data.fit.is_weighed:
         return []
-    if not likelihood.has_noise and LinkApprox.PROBIT not in likelihood.links:
+    if not likelihood.has_noise and link not in likelihood.links:
         return []
     seen = list(engine.seen.batches())
     n_data = sum(len(batch.f) for batch in seen)
     return seen if n_data >= _LEAST and n_data == data.fit.n_data else []
 
 
-def _losses(posterior: Posterior, seen: list[SeenBatch]) -> tuple[Tensor, Tensor] | None:
+def _losses(posterior: Posterior, seen: list[SeenBatch], link: str) -> tuple[Tensor, Tensor] | None:
     likelihood, slots = posterior.likelihood, posterior.problem.slots
     f, y = (torch.cat(column) for column in zip(*((batch.f, batch.y) for batch in seen), strict=True))
     (n_data, n_outputs), width, has_bias = f.shape, seen[0].features.shape[1], len(slots) > 1
@@ -567,9 +569,11 @@ def _losses(posterior: Posterior, seen: list[SeenBatch]) -> tuple[Tensor, Tensor
     f, y = (head.features[out] @ moved.T + head.offset).to(f), y[out]
 
     blocks = [HeadBlock(features[out], n_outputs), HeadBlock(ones[out], n_outputs, is_bias=True)][: len(slots)]
-    variance = posterior.precision().variance(Jacobian(tuple(blocks)), "diagonal").to(f)
-    sigma = posterior.hypers.sigma_noise
-    ours = likelihood.predict(f, variance, LinkApprox.PROBIT), variance if likelihood.has_noise else None
-    network = likelihood.inverse_link(f), None
-    ours, network = (widened(likelihood.predictive_nll(*prediction, y, sigma)) for prediction in (ours, network))
-    return ours, network
+    summaries = Predictive(link_approx=link).summaries(likelihood, for_scores=True)
+    variance = summaries.contraction(posterior.precision())(Jacobian(tuple(blocks))).to(f)
+    ours, network = summaries.of_gaussian(f, variance), likelihood.inverse_link(f)
+    losses = [
+        widened(likelihood.predictive_nll(mean_of(one), variance_of(one), y, posterior.hypers.sigma_noise))
+        for one in (ours, network)
+    ]
+    return losses[0], losses[1]

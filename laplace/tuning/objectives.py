@@ -328,7 +328,8 @@ class SmoothLoss(ValidationLoss):
             parts = [(part, pair) for batch in every for part, pair in zip(batch, pairs, strict=True)]
             for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
                 if slope is not None:
-                    gradient = gradient + _through(precision, constant, part, slope, leaf)
+                    jacobians = [self.summaries.varied(jacobian) for jacobian in part.jacobians]
+                    gradient = gradient + _through(precision, constant, jacobians, slope, leaf)
             return loss.detach(), gradient
 
     def _users_variance(self, posterior: Posterior, batch: _Batch) -> Tensor:
@@ -361,10 +362,12 @@ class SmoothLoss(ValidationLoss):
         return self.data.less_entropy(loss, entropy, n_ood, n_data)
 
 
-def _through(precision: Precision, constant: Precision, batch: _Batch, slope: Tensor, leaf: Tensor) -> Tensor:
+def _through(
+    precision: Precision, constant: Precision, jacobians: list[Jacobian], slope: Tensor, leaf: Tensor
+) -> Tensor:
     """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
     total, start = torch.zeros_like(leaf), 0
-    for piece in (piece for jacobian in batch.jacobians for piece in jacobian.pieces()):  # dense, `[b, C, P]`
+    for piece in (piece for jacobian in jacobians for piece in jacobian.pieces()):  # dense, `[b, C, P]`
         rows, slopes = _directions(piece, slope[start : start + len(piece)])
         start += len(piece)
         quadratic = precision.quad(constant.solve(rows))

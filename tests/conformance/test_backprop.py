@@ -91,7 +91,7 @@ def test_predictions(case: Case) -> None:
     if case.problem.likelihood == "regression":
         functions += [lambda z: weighted(la(z)[0]), lambda z: weighted(la(z)[1])]
     else:
-        links = ("probit", "bridge", "bridge_norm", "mc")
+        links = ("probit", "probit_centred", "bridge", "bridge_norm", "mc")
         functions += [lambda z, k=k: weighted(la(z, link_approx=k, n_samples=3, generator=seeded())) for k in links]
     for function in functions:
         directional(function, x)

@@ -312,7 +312,7 @@ def test_class_probabilities(name: str, weights: str) -> None:
     jacobian, f, inverse = covariance(name, weights)
     variance = predictive.functional_variance(jacobian, inverse)
     la = case.make(weights, "full")
-    for link in ("probit", "bridge", "bridge_norm"):
+    for link in ("probit", "probit_centred", "bridge", "bridge_norm"):
         expected = getattr(predictive, link)(f, variance)
         assert_close(la(case.x, link_approx=link), shaped(case, expected), "backend", label=link)
     draws = torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ MOMENTS: dict[str, Quantity] = {
 }
 LINKS: dict[str, Quantity] = {
     link: lambda la, x, link=link: la(x, link_approx=link, n_samples=3, generator=seeded())
-    for link in ("probit", "bridge", "bridge_norm", "mc")
+    for link in ("probit", "probit_centred", "bridge", "bridge_norm", "mc")
 } | {
     "sampled weights": lambda la, x: la(x, pred_type="nn", n_samples=3, generator=seeded()),
     "entropy": lambda la, x: la.predict(x, n_samples=3, generator=seeded()).decomposition.expected_entropy,

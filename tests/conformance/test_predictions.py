@@ -88,6 +88,14 @@ def test_scan_over_priors(case: Case) -> None:
                 alone = [variances(la.prior_precision)[0] for variances in functions]
                 assert_close(torch.cat(alone), expected, "backend", label=form)
                 assert_close(found_at, expected, "backend", label=form)
+        jacobian = case.jacobian - case.jacobian.mean(1, keepdim=True)
+        for delta in deltas:
+            la.prior_precision = delta
+            expected = predictive.functional_variance(jacobian, covariance_of(la)).diagonal(dim1=1, dim2=2)
+            functions = [scan.centred_variances(jacobian) for jacobian, _ in la.engine.jacobian(case.problem.x)]
+            found_at = torch.cat([variances(la.prior_precision)[0] for variances in functions])
+            assert_close(found_at, expected, "backend", label="centred")
+            assert_close(latent_of(la, case.problem.x, "centred").covariance, expected, "backend", label="centred")
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=REGRESSIONS))
@@ -114,7 +122,7 @@ def test_regression(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=SOFTMAX))
-@pytest.mark.parametrize("link", ["probit", "bridge", "bridge_norm"])
+@pytest.mark.parametrize("link", ["probit", "probit_centred", "bridge", "bridge_norm"])
 def test_softmax_links(case: Case, link: str) -> None:
     la = case.fit(prior_precision=0.4)
     f, variance = truth(case.problem.name).f, predictive.functional_variance(case.jacobian, covariance_of(la))

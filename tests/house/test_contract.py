@@ -481,7 +481,7 @@ ENUM_VALUES = {
     laplace.FunctionalApproximation: "sod nystrom variational",
     Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic mean_log_variance",
     PredType: "glm nn gp",
-    LinkApprox: "mc probit bridge bridge_norm delta",
+    LinkApprox: "mc probit probit_centred bridge bridge_norm delta",
     TuningMethod: "marglik gridsearch CV em",
     PriorStructure: "scalar diag layerwise",
     FeatureReduction: "pick_first pick_last average",

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.links import LINKS, bridge, bridge_norm, log_concentrations, monte_carlo, probit, softmax
+from laplace.likelihoods.links import (
+    LINKS,
+    bridge,
+    bridge_norm,
+    log_concentrations,
+    monte_carlo,
+    probit,
+    probit_centred,
+    softmax,
+)
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
 
@@ -33,6 +42,38 @@ def test_probit(c) -> None:
     assert_close(probit(mean, covariance), expected, "algebra")
     assert_close(probit(mean, covariance.diagonal(dim1=1, dim2=2)), expected, "algebra")
     assert_close(probit(mean, covariance, torch.sigmoid), reference.bernoulli_probit(mean, covariance), "algebra")
+
+
+@pytest.mark.parametrize("c", [2, 3, 10])
+def test_probit_centred(c) -> None:
+    """Dense, diagonal, and blind to what all logits share, which `probit` counts as doubt."""
+    mean, covariance = latents(c)
+    expected = reference.probit_centred(mean, covariance)
+    assert_close(probit_centred(mean, covariance), expected, "algebra")
+    independent = covariance.diagonal(dim1=1, dim2=2)
+    of_independent = reference.probit_centred(mean, torch.diag_embed(independent))
+    assert_close(probit_centred(mean, independent), of_independent, "algebra")
+    with_row = torch.randn(6, 1, c, dtype=torch.float64)  # Cov(f, shift): what is shared need not be independent
+    moved = covariance + 9 + with_row + with_row.mT
+    assert_close(probit_centred(mean + 7, moved), expected, "algebra")
+    assert (probit(mean + 7, moved) - expected).abs().max() > 0.01
+
+
+def test_probit_centred_of_two_classes() -> None:
+    """σ of the difference d, whose halves have a quarter of its variance each."""
+    mean, covariance = latents(2)
+    difference = mean[:, 0] - mean[:, 1]
+    variance = covariance[:, 0, 0] - 2 * covariance[:, 0, 1] + covariance[:, 1, 1]
+    expected = torch.sigmoid(difference / (1 + math.pi / 32 * variance).sqrt())
+    assert_close(probit_centred(mean, covariance)[:, 0], expected, "algebra")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probit_centred_where_nearly_everything_is_shared(dtype) -> None:
+    mean, covariance = latents(4)
+    moved = (1e6 + 1e-3 * covariance).to(dtype)
+    expected = reference.probit_centred(mean, moved.double())
+    assert_close(probit_centred(mean.to(dtype), moved), expected, "float32")
 
 
 @pytest.mark.parametrize(("link", "oracle"), BRIDGES)
@@ -125,7 +166,7 @@ def test_rows_sum_to_one_for_every_finite_input(name, dtype, case) -> None:
     assert_close(probs.sum(1), torch.ones(2), "float32")
 
 
-@pytest.mark.parametrize("name", ["bridge", "bridge_norm", "probit"])
+@pytest.mark.parametrize("name", ["bridge", "bridge_norm", "probit", "probit_centred"])
 @pytest.mark.parametrize("case", ["large logits", "no variance", "noise along 1 only", "one certain class"])
 def test_gradients_at_the_edges(name, case) -> None:
     """Those of float32 are the slopes in float64; a bridge jumps where variance ends, and is only finite there."""

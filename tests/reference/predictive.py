@@ -24,6 +24,12 @@ def probit(mean: Tensor, variance: Tensor) -> Tensor:
     return torch.softmax(_moderated(mean, variance), dim=-1)
 
 
+def probit_centred(mean: Tensor, variance: Tensor) -> Tensor:
+    """The same of Π μ and Π Σ Π, with Π = I − 11ᵀ/C: logits less their mean, `[B, C]`."""
+    centring = torch.eye(mean.shape[1], dtype=mean.dtype) - 1 / mean.shape[1]
+    return probit(mean @ centring, centring @ variance @ centring)
+
+
 def bernoulli_probit(mean: Tensor, variance: Tensor) -> Tensor:
     """sigmoid(μ / √(1 + π/8 diag Σ)), `[B, C]` (MacKay 1992)."""
     return torch.sigmoid(_moderated(mean, variance))

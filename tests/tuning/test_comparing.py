@@ -101,7 +101,7 @@ def test_classification(name: str, structure: str, weights: str) -> None:
     assert list(found.rows) == CLASS_ROWS and found.names == ("network", "posterior")
 
 
-@pytest.mark.parametrize("link", ["bridge", "delta"])
+@pytest.mark.parametrize("link", ["bridge", "delta", "probit_centred"])
 def test_links(link: str) -> None:
     case = Case(catalogue.get("mlp_classification"), "kron", "all")
     la = case.fit(prior_precision=40.0)

@@ -101,6 +101,7 @@ def test_joint_gradient_of_a_classification_loss(weights: str, structure: str) -
     for prior, objective, link in zip(priors(la), ("nll", "brier", "nll"), ("probit", "bridge", "mc"), strict=True):
         la.prior_precision = prior
         check(*smooth(la, "classification", objective, link, foreign=True))
+    check(*smooth(la, "classification", "nll", "probit_centred", foreign=False))
 
 
 @pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)

@@ -193,9 +193,16 @@ def assert_argmin(la: Any, scores: list[float]) -> None:
 
 
 PREDICTIVES = {
-    "classification": [("glm", "probit"), ("glm", "mc"), ("glm", "bridge"), ("glm", "bridge_norm"), ("nn", "probit")],
+    "classification": [
+        ("glm", "probit"),
+        ("glm", "probit_centred"),
+        ("glm", "mc"),
+        ("glm", "bridge"),
+        ("glm", "bridge_norm"),
+        ("nn", "probit"),
+    ],
     "regression": [("glm", "probit"), ("nn", "mc")],
-    "bernoulli": [("glm", "probit"), ("glm", "mc"), ("nn", "probit")],
+    "bernoulli": [("glm", "probit"), ("glm", "probit_centred"), ("glm", "mc"), ("nn", "probit")],
     "reward_modeling": [("glm", "probit"), ("glm", "mc"), ("glm", "bridge"), ("nn", "probit")],
     "poisson": [("glm", "probit"), ("glm", "mc"), ("nn", "probit")],
     "heteroscedastic": [("glm", "probit"), ("nn", "probit")],
