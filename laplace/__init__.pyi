@@ -32,6 +32,7 @@ from laplace.extensions.ood import ood_score, ood_scorer
 from laplace.extensions.projected import projected
 from laplace.extensions.removal import forget_with_mean
 from laplace.extensions.report import report
+from laplace.extensions.snapshots import snapshots
 from laplace.grid import (
     ELLA,
     LLELLA,
@@ -155,6 +156,7 @@ __all__ = [
     "quadratic_penalty",
     "report",
     "saliency",
+    "snapshots",
     "train_task",
     "wasserstein",
 ]
