@@ -1,11 +1,13 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
     python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
+                                 [--first-seed N] [--json PATH]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv`, and `--answers` language models that answer by choices and
 labels that are bought (`language`, `acquiring`). With `--keep` the results are kept in results.json, in place of
-those of the same rows, and docs/which_method.md is written anew. Every process has one thread. Afterwards come the
+those of the same rows, and docs/which_method.md is written anew; `--json` writes them to a file of their own, such as
+those of other seeds, of which `--first-seed` is the first. Every process has one thread. Afterwards come the
 checks of what else a posterior knows, `benchmarks.quality.knows`.
 
 Nothing is chosen on test data, on shifted or on unseen inputs. The rule by which `la.calibrate` chooses was chosen on
@@ -23,11 +25,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.quality import acquiring, freesolv, knows, language, page, targets
+from benchmarks.quality import acquiring, freesolv, knows, language, page, summary, targets
 from benchmarks.quality.methods import columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import losses, paired, scores
@@ -53,6 +57,7 @@ def measured(row: Row, seed: int) -> list[dict[str, Any]]:
             line: dict[str, Any] = {"method": column.method, "posterior": column.posterior, "chosen": column.chosen}
             line |= scores(predicted, split.test[1], unseen)
             lost = losses(predicted, split.test[1])
+            line |= {"trainings": column.trainings} if column.trainings else {}
             line["paired"] = paired(lost, network.setdefault("", lost))
             line["shifts"] = {}
             for name, (x, y) in split.shifts.items():
@@ -87,16 +92,19 @@ def rounded(value: Any, digits: int = 4) -> Any:
     return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
-def run(names: list[str], *, quick: bool, processes: int) -> list[dict[str, Any]]:
+def run(names: list[str], *, quick: bool, processes: int, first_seed: int = 0) -> list[dict[str, Any]]:
     """The rows of these names, with all columns on all splits; those whose data are not installed are left out."""
     sizes = {name: found for name in names if (found := _sizes(ROWS[name]))}
     names = list(sizes)
-    jobs = [(name, seed, quick) for name in names for seed in range(1 if quick else N_SPLITS)]
+    jobs = [
+        (name, seed, quick) for name in names for seed in range(first_seed, first_seed + (1 if quick else N_SPLITS))
+    ]
     done: dict[str, dict[int, Found]] = {name: {} for name in names}
     seconds = dict.fromkeys(names, 0.0)
     if processes > 1:
         pool = multiprocessing.get_context("spawn").Pool(processes)
-        results = pool.imap_unordered(_job, jobs)
+        # Processes find a function by the name of its module, which is another one where that is what was run.
+        results = pool.imap_unordered(import_module("benchmarks.quality.__main__")._job, jobs)
     else:
         pool, results = None, map(_job, jobs)
     for name, seed, taken, found in results:
@@ -153,13 +161,23 @@ def main() -> None:
     parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer")
     parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the splits; that of the pages is 0")
+    parser.add_argument("--json", type=Path, help="write the rows here, and check nothing else")
     given = parser.parse_args()
-    if given.quick and given.keep:
-        parser.error("results of --quick are not kept")
+    if given.keep and (given.quick or given.first_seed or given.json):
+        parser.error("results of --quick, of other seeds and of --json are not kept")
     found: dict[str, Any] = {
         "where": f"{platform.system()} {platform.machine()}, torch {torch.__version__}",
-        "rows": run([name for name in ROWS if given.only in name], quick=given.quick, processes=given.processes),
-    }
+        "rows": run(
+            [name for name in ROWS if given.only in name],
+            quick=given.quick, processes=given.processes, first_seed=given.first_seed,
+        ),
+    }  # fmt: skip
+    if given.json:
+        found = rounded(found)
+        given.json.write_text(_in_lines(found), "utf-8")
+        print(summary.opening([row for row in found["rows"] if targets.is_classification(row)]))
+        return
     more = {"freesolv": freesolv.run} if given.pretrained else {}
     if given.answers:
         more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}

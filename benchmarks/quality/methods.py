@@ -18,8 +18,9 @@ import laplace
 from benchmarks.quality.data import Pair, Split
 from benchmarks.quality.networks import trained
 from benchmarks.quality.rows import Row
-from laplace import Laplace, metrics
+from laplace import Laplace, MixtureLaplace, metrics
 from laplace.extensions.ood import METHODS
+from laplace.extensions.snapshots import Snapshots
 from laplace.posterior.calibration import Calibration
 
 Predicted = Any
@@ -34,6 +35,9 @@ POSTERIORS: dict[str, tuple[Any, Any]] = {
 }
 NETWORK, TEMPERATURE, ENSEMBLE, DROPOUT = "network", "temperature scaling", "ensemble of five", "MC dropout"
 EVIDENCE, CALIBRATE, REFITS = "evidence", "calibrate", "calibrate without validation data"
+SNAPSHOTS, CALIBRATED_ENSEMBLE = "snapshots and restarts, calibrate", "ensemble of five, calibrate"
+N_RESTARTS, PATIENCE = 4, 5
+"""Restarts of a training, and epochs without a smaller validation loss before one ends."""
 OOD_METHODS: list[Any] = list(METHODS)
 N_MEMBERS, N_PASSES, DROPOUT_RATE = 5, 50, 0.1
 
@@ -47,12 +51,14 @@ class Column:
         posterior: Weights and structure, a key of `POSTERIORS`; empty where there is none.
         predict: The predictor.
         chosen: What was chosen, in words.
+        trainings: Trainings besides that of the network, in epochs of that.
     """
 
     method: str
     posterior: str
     predict: Predictor
     chosen: str = ""
+    trainings: float = 0.0
 
 
 def batches(pair: Pair) -> list[Pair]:
@@ -69,27 +75,99 @@ def columns(row: Row, split: Split, seed: int) -> Iterator[Column]:
         seed: Of the networks' first weights and batches.
     """
     make, options = row.make, row.options
-    model = trained(make, split, seed, **options)
-    members = [model, *(trained(make, split, 1000 * i + seed, **options) for i in range(1, N_MEMBERS))]
+    training = Training.of(row, split, seed)
+    model, more = training.model, Epochs()
+    members = [
+        model,
+        *(trained(make, split, 1000 * i + seed, **options, after_epoch=more) for i in range(1, N_MEMBERS)),
+    ]
+    four = more.count / training.n_epochs
     dropped = trained(make, split, seed, **options, dropout=DROPOUT_RATE)
     if split.is_regression:
         yield Column(NETWORK, "", with_noise(lambda x: [model(x)], split.val))
-        yield Column(ENSEMBLE, "", with_noise(lambda x: [member(x) for member in members], split.val))
+        yield Column(ENSEMBLE, "", with_noise(lambda x: [member(x) for member in members], split.val), trainings=four)
         yield Column(DROPOUT, "", with_noise(lambda x: _passes(dropped, x, seed), split.val))
     else:
         yield Column(NETWORK, "", lambda x: model(x).softmax(1))
         temperature = best_temperature(model, split.val)
         yield Column(TEMPERATURE, "", lambda x: (model(x) / temperature).softmax(1), f"T = {temperature:.3g}")
-        yield Column(ENSEMBLE, "", lambda x: torch.stack([member(x).softmax(1) for member in members]).mean(0))
+        mean = lambda x: torch.stack([member(x).softmax(1) for member in members]).mean(0)  # noqa: E731
+        yield Column(ENSEMBLE, "", mean, trainings=four)
         yield Column(DROPOUT, "", lambda x: torch.stack([f.softmax(1) for f in _passes(dropped, x, seed)]).mean(0))
     before = copy.deepcopy(model.state_dict())
     for posterior in row.posteriors:
         yield from laplace_columns(model, split, posterior)
+    if not split.is_regression:
+        yield from mixtures(row, split, seed, training, members, four)
     if row.refits:
         yield calibrated(model, split, row.posteriors[0], None)
     after = model.state_dict()
     if not all(torch.equal(before[key], after[key]) for key in before):
         raise RuntimeError("the network was changed")
+
+
+@dataclass
+class Epochs:
+    """Counts them."""
+
+    count: int = 0
+
+    def __call__(self, model: nn.Module) -> None:
+        """One more."""
+        self.count += 1
+
+
+@dataclass(frozen=True)
+class Training:
+    """A trained network, with the states that its training passed through.
+
+    Attributes:
+        model: The network.
+        states: Those of the last epochs.
+        n_epochs: How many there were.
+    """
+
+    model: nn.Module
+    states: Snapshots
+    n_epochs: int
+
+    @classmethod
+    def of(cls, row: Row, split: Split, seed: int) -> Training:
+        """Trains the network of a row."""
+        epochs, states = Epochs(), dict[str, Snapshots]()
+
+        def after_epoch(model: nn.Module) -> None:
+            epochs(model)
+            states.setdefault("", laplace.snapshots(model)).keep()
+
+        model = trained(row.make, split, seed, **row.options, after_epoch=after_epoch)
+        return cls(model, states[""], epochs.count)
+
+
+def mixtures(
+    row: Row, split: Split, seed: int, training: Training, members: list[nn.Module], four: float
+) -> Iterator[Column]:
+    """Snapshots with short restarts of the one training, and the five networks, as calibrated mixtures.
+
+    A restart takes half of the training's epochs at most, and ends early by the loss of the validation data. `four` are
+    the epochs of the four further networks, in trainings.
+    """
+    posterior, epochs = row.posteriors[0], Epochs()
+    short = {**row.options, "epochs": max(1, training.n_epochs // 2), "patience": PATIENCE}
+
+    def train(network: nn.Module) -> None:
+        trained(row.make, split, seed + epochs.count, **short, begin=network, after_epoch=epochs)
+
+    training.states.restarts(train, N_RESTARTS, generator=torch.Generator().manual_seed(seed))
+    pool = training.states.posterior(batches(split.val), "classification", *POSTERIORS[posterior])
+    five = MixtureLaplace(members, "classification", *POSTERIORS[posterior])
+    for method, la, more, note in (
+        (SNAPSHOTS, pool, epochs.count / training.n_epochs, f"{pool.n_components} networks, "),
+        (CALIBRATED_ENSEMBLE, five, four, ""),
+    ):
+        la.fit(batches(split.train))
+        found = la.calibrate(batches(split.val))
+        yield Column(method, posterior, _of(la), note + in_words(found), more)
 
 
 def laplace_columns(model: nn.Module, split: Split, posterior: str) -> Iterator[Column]:
@@ -142,7 +220,7 @@ def in_words(found: Calibration) -> str:
 
 def _of(la: Any) -> Predictor:
     def predict(x: Tensor) -> Predicted:
-        if la.likelihood != "regression":
+        if not la.likelihood_object.has_noise:
             return la(x)
         found = la.predict(x)
         return found.mean, found.variance

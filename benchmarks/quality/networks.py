@@ -61,6 +61,8 @@ def trained(
     batch_size: int = 64,
     epochs: int = 150,
     patience: int = 15,
+    begin: nn.Module | None = None,
+    after_epoch: Callable[[nn.Module], object] = lambda model: None,
 ) -> nn.Module:
     """A network with the weights of the epoch with the smallest validation loss, in evaluation mode.
 
@@ -75,10 +77,12 @@ def trained(
         batch_size: Data of a step.
         epochs: The most epochs.
         patience: Epochs without a smaller loss before training ends; 0 for the weights of the last epoch.
+        begin: The network as it is at the start, which is trained; None for one that `make` makes.
+        after_epoch: Called with the network after every epoch.
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model = make(split, dropout)
+        model = make(split, dropout) if begin is None else begin
         loss = loss_of(split)
         optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=weight_decay)
         x, y = split.train
@@ -91,6 +95,7 @@ def trained(
                 optimizer.zero_grad()
                 loss(model(_moved(x[batch]) if augment else x[batch]), y[batch]).backward()
                 optimizer.step()
+            after_epoch(model)
             if not patience:
                 continue
             now = _validation(model.eval(), loss, split.val)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import acquiring, knows, language
+from benchmarks.quality import acquiring, knows, language, summary
 from benchmarks.quality.methods import (
     CALIBRATE,
+    CALIBRATED_ENSEMBLE,
     DROPOUT,
     ENSEMBLE,
     EVIDENCE,
@@ -22,8 +23,10 @@ from benchmarks.quality.methods import (
     OOD_METHODS,
     POSTERIORS,
     REFITS,
+    SNAPSHOTS,
     TEMPERATURE,
 )
+from benchmarks.quality.summary import number, shifted, signed, table, with_floor
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
@@ -39,6 +42,8 @@ COLUMNS = {
     "MC dropout": (DROPOUT, ""),
     "default + evidence": (EVIDENCE, LAST),
     "calibrate": (CALIBRATE, LAST),
+    "snapshots, calibrate": (SNAPSHOTS, LAST),
+    "5 networks, calibrate": (CALIBRATED_ENSEMBLE, LAST),
 }
 """Headings of the columns beside the network's, with method and posterior."""
 
@@ -46,24 +51,6 @@ SCORES = [name for name in OOD_METHODS if name != "network"]
 
 Row = dict[str, Any]
 Results = dict[str, Any]
-
-
-def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown whose first column is text and the others are numbers."""
-    heading = list(heading)
-    parts = [heading, ["---", *["--:"] * (len(heading) - 1)], *rows]
-    return "\n".join("| " + " | ".join(part) + " |" for part in parts)
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A number without the zero before the point."""
-    text = f"{value:.{digits}f}"
-    return re.sub(r"^(-?)0\.", r"\1.", text).replace("-", "−")
-
-
-def signed(value: float, digits: int = 3) -> str:
-    """A difference, with its sign."""
-    return number(value, digits) if value < 0 else "+" + number(value, digits)
 
 
 def cell(row: Row, method: str, score: str, posterior: str, better: int = -1) -> str:
@@ -83,60 +70,19 @@ def marked(mean: float, error: float, better: int = -1) -> str:
 
 def compared(rows: Iterable[Row], score: str, better: int = -1) -> str:
     """The network's score, and the differences of the other columns."""
+    rows = [row for row in rows if values(row, NETWORK, score)]
+    columns = {
+        name: (method, posterior)
+        for name, (method, posterior) in COLUMNS.items()
+        if any(values(row, method, score, posterior) for row in rows)
+    }
     return table(
-        ["data", "network", *COLUMNS],
+        ["data", "network", *columns],
         (
             [row["name"], number(statistics.mean(values(row, NETWORK, score)))]
-            + [cell(row, method, score, posterior, better) for method, posterior in COLUMNS.values()]
+            + [cell(row, method, score, posterior, better) for method, posterior in columns.values()]
             for row in rows
-            if values(row, NETWORK, score)
         ),
-    )
-
-
-def with_floor(row: Row) -> Row:
-    """The row with the calibration error above its floor as a score."""
-    splits = [[line | {"excess": line["ece"] - line["ece_floor"]} for line in split] for split in row["splits"]]
-    return row | {"splits": splits}
-
-
-def shifted(row: Row) -> Iterator[Row]:
-    """A row for every change of the test inputs."""
-    for name in row["splits"][0][0]["shifts"]:
-        splits = [[line | {"nll": line["shifts"][name][0]} for line in split] for split in row["splits"]]
-        yield row | {"name": f"{row['name']}, {name}", "splits": splits}
-
-
-def overview(rows: list[Row]) -> str:
-    """Means over the rows, and on how many of them a method differs from the network by two standard errors."""
-    changed = [part for row in rows for part in shifted(row)]
-
-    def counts(method: str, posterior: str) -> str:
-        found = [difference(row, method, "nll", posterior) for row in rows if values(row, method, "nll", posterior)]
-        clear = [mean for mean, error in found if abs(mean) > 2 * error and abs(mean) >= 0.0005]
-        better, worse = sum(mean < 0 for mean in clear), sum(mean > 0 for mean in clear)
-        return f"{better}, {worse}"
-
-    def mean(parts: list[Row], method: str, score: str, posterior: str) -> str:
-        found = [difference(row, method, score, posterior)[0] for row in parts if values(row, method, score, posterior)]
-        return signed(statistics.mean(found)) if found else "–"
-
-    def line(heading: str, method: str, posterior: str) -> list[str]:
-        floors = [with_floor(row) for row in rows]
-        return [
-            heading,
-            mean(rows, method, "nll", posterior),
-            counts(method, posterior),
-            mean(rows, method, "brier", posterior),
-            mean(floors, method, "excess", posterior),
-            mean(rows, method, "aurc", posterior),
-            mean(changed, method, "nll", posterior),
-            mean(rows, method, "auroc", posterior),
-        ]
-
-    return table(
-        ["", "NLL", "rows better, worse", "Brier", "ECE − floor", "AURC", "NLL under shift", "AUROC of unseen"],
-        (line(heading, method, posterior) for heading, (method, posterior) in COLUMNS.items()),
     )
 
 
@@ -307,7 +253,7 @@ def blocks(results: Results, study: dict[str, Any]) -> dict[str, str]:
     classes, targets = kinds
     return {
         "run": cost(results),
-        "overview": overview(classes),
+        "opening": summary.opening(classes),
         "setting": setting([*classes, *targets]),
         "heads": heads(classes),
         "nll": compared(classes, "nll"),
