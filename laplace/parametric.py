@@ -465,8 +465,7 @@ class BaseLaplace(CheckedConstructor, ABC):
             0-dim tensor, in nats.
 
         Raises:
-            InvalidArgument: A value is not accepted, the likelihood has no observation noise, or the posterior is
-                calibrated, so that its temperature is no evidence's.
+            InvalidArgument: A value is not accepted, or the likelihood has no observation noise.
             NotFittedError: Before `fit`.
         """
         if sigma_noise is not None and not self.likelihood_object.has_noise:
@@ -484,7 +483,6 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def _log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, of the terms as users' classes override them."""
-        self._posterior.refuse_calibrated("log_marginal_likelihood")
         evidence = self.evidence()
         if not is_overridden(self, *overrides.EVIDENCE):
             return finite_evidence(evidence.log_marginal_likelihood)
@@ -935,7 +933,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         from laplace.refinement.refine import refine
 
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
-        posterior = self.snapshot().before_new_data("refine")
+        posterior = self.snapshot().without_calibration("refine")
         refinement = refine(posterior, loader, method, options)
         self.set_posterior(posterior.with_refinement(refinement))
         return refinement
@@ -957,7 +955,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidArgument: A link that is not accepted, or a calibrated posterior.
+            InvalidArgument: A link that is not accepted.
             InvalidData: The data are not those of the fit.
             UnsupportedError: A structure that does not hold all that an input adds (`"diag"`, low ranks, subsets of the
                 data), Kronecker factors from which more than 1 % of the inputs cannot be removed, another backend than
@@ -968,9 +966,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         from laplace.refinement.leave_one_out import leave_one_out
 
-        posterior = self.snapshot()
-        posterior.refuse_calibrated("leave_one_out")
-        return leave_one_out(posterior, loader, link_approx, progress_bar=progress_bar)
+        return leave_one_out(self.snapshot(), loader, link_approx, progress_bar=progress_bar)
 
     # Posteriors beside each other.
 
@@ -994,7 +990,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         from laplace.contract.manual_fit import without_data
 
-        self._posterior = without_data(self._posterior.before_new_data("start_fit"))
+        self._posterior = without_data(self._posterior.without_calibration("start_fit"))
 
     @checked
     def restart_H(self) -> None:
@@ -1041,7 +1037,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @property
     def _predictor(self) -> Predictor:
-        return Predictor(self.snapshot(), self.enable_backprop)
+        return Predictor(self.snapshot().predictive(), self.enable_backprop)
 
     @property
     def _group(self) -> PosteriorGroup:

@@ -141,7 +141,7 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
         stored = _stored(state)
         problem = _checked(la, stored)
         _warn_of_changes(la, state, "temperature", "enable_backprop", "precision_options")
-        posterior = la.snapshot().uncalibrated().with_problem(problem)
+        posterior = la.snapshot().calibrated(None).with_problem(problem)
         if make is not None:
             return _of_state(posterior, stored, make(problem, stored.H))
         curvature = _curvature(posterior, stored.H, problem)
@@ -232,23 +232,25 @@ def _of_state(posterior: Posterior, state: State, curvature: Curvature) -> Poste
         posterior = posterior.with_channels(state.channel_dim)
     options = _checked_options(state.precision_options)
     keys = {"dict_key_x": state.dict_key_x, "dict_key_y": state.dict_key_y}
-    posterior = posterior.with_choices(precision_options=options, **keys).assigned(**_as_given(vars(state)))
+    own = vars(state)
+    if state.calibration is not None:  # former states hold in their place those of the scaled covariance
+        own = own | {name: state.calibration["before"][name] for name in _SCALED}
+    posterior = posterior.with_choices(precision_options=options, **keys).assigned(**_as_given(own))
     like, n_params = posterior.hypers.prior_mean.detach(), posterior.problem.layout.n_params
-    loss, own = state.loss.to(like.device), state.assigned_mean
+    loss, mean = state.loss.to(like.device), state.assigned_mean
     coverage, draws = dict(state.coverage), state.draws
     gaps = None if state.gaps is None else state.gaps.to(like.device)
     fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed, gaps)
     data = Fitted(
         fit, state.mean.to(like), ModelWatch(Fingerprint.of(posterior.model, attributes=state.attributes)),
         refinement=None if state.refinement is None else _refinement(posterior, state.refinement, fit),
-        assigned_mean=None if own is None else checked_tensor("assigned_mean", own, posterior, (n_params,)),
+        assigned_mean=None if mean is None else checked_tensor("assigned_mean", mean, posterior, (n_params,)),
     )  # fmt: skip
     posterior = replace(posterior, data=data)
     if state.posterior_scale is not None:
         posterior = with_root(posterior, state.posterior_scale)
     if state.calibration is None:
         return posterior
-    posterior.assigned(**_as_given(state.calibration["before"]))
     calibration = Calibration.from_state(state.calibration, like.device)
     for noise in (calibration.sigma_noise, calibration.network_noise):
         posterior.assigned(prior_precision=calibration.prior_precision, sigma_noise=noise)
@@ -433,7 +435,8 @@ _LEGACY_KEYS = (
     "temperature", "enable_backprop",
 )  # fmt: skip
 
-_HYPER_PARAMETERS = ("sigma_noise", "temperature", "prior_precision", "prior_mean")
+_SCALED = ("sigma_noise", "temperature", "prior_precision")
+_HYPER_PARAMETERS = (*_SCALED, "prior_mean")
 
 
 def _loaded_from_laplace_torch(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:
@@ -441,7 +444,7 @@ def _loaded_from_laplace_torch(la: BaseLaplace, state: Mapping[str, Any]) -> Pos
     try:
         problem = _checked_legacy(la, state)
         _warn_of_changes(la, state, "temperature", "enable_backprop")
-        return _of_legacy_state(la.snapshot().uncalibrated().with_problem(problem), state)
+        return _of_legacy_state(la.snapshot().calibrated(None).with_problem(problem), state)
     except Exception as error:
         if isinstance(error, StateError | Warning) or ran_out(error):
             raise

@@ -28,7 +28,7 @@ from laplace.enums import (
     TuningMethod,
     TuningMethodName,
 )
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.predict import warn_of_default_noise
@@ -69,14 +69,35 @@ class Tunable(ABC):
 
     @property
     def calibration(self) -> Calibration | None:
-        """Choice of the last `calibrate`; None without one, and again None after `undo()` or the next `fit`."""
+        """What the last `calibrate` chose, and predictions are made by; None without one.
+
+        Hyper-parameters and evidence are those without it. None can be assigned, which undoes it, and what `calibrate`
+        has returned, as long as the hyper-parameters are those for which it was chosen. A fit drops it, and so does an
+        assigned or tuned hyper-parameter, with a warning.
+        """
         stored = self._calibration
         return None if stored is None else stored.bound(partial(self._undo, stored))
+
+    @calibration.setter
+    def calibration(self, value: Calibration | None) -> None:
+        posteriors = self._group.posteriors
+        if value is not None:
+            if not isinstance(value, Calibration):
+                raise InvalidType(
+                    f"calibration is a {type(value).__name__}; None is accepted, and what la.calibrate returned."
+                )
+            if not all(value.is_of(posterior.hypers) for posterior in posteriors):
+                raise InvalidArgument(
+                    "this calibration was chosen at other hyper-parameters than the present ones; call la.calibrate "
+                    "again."
+                )
+            value = value.bound(None)
+        self._take_over(tuple(posterior.calibrated(value) for posterior in posteriors))
 
     def _undo(self, calibration: Calibration) -> None:
         if self._calibration is not calibration:
             raise InvalidArgument("this calibration is not the present one any more; use that of la.calibration.")
-        self._take_over(tuple(posterior.uncalibrated() for posterior in self._group.posteriors))
+        self.calibration = None
 
     @checked
     def calibrate(
@@ -96,9 +117,9 @@ class Tunable(ABC):
         Candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1 of the
         covariance, and in regression noises σ around the size of the residuals. They are compared by the log
         predictive density of n held-out targets. The chosen one has the smallest mean difference from the network plus
-        ½ + 4/√n paired standard errors; where that gains less than 0.001 nats, the network is chosen. Predictions then
-        have the covariance c Σ(δ), through `la.prior_precision` = δ/c and `la.temperature` = c T (a cold posterior:
-        Wenzel et al., 2020); of the network they are its own. No new fit is needed.
+        ½ + 4/√n paired standard errors; where that gains less than 0.001 nats, the network is chosen. Predictions,
+        samples, intervals and exports then have the covariance c Σ(δ) (a cold posterior: Wenzel et al., 2020) and the
+        chosen noise; of the network they are its own. No new fit is needed.
 
         With validation data the network runs once over them with its Jacobians, and in regression a forward pass before
         finds the size of the residuals. Without them, `train_loader` serves. Of a last layer with full curvature on
@@ -108,8 +129,10 @@ class Tunable(ABC):
         otherwise a forecast. Of other weights a fifth of the data is held out from a fit to the rest, and the forecast
         is about a network that has seen them.
 
-        A calibrated posterior has no evidence: `log_marginal_likelihood`, tuning and assigned hyper-parameters are
-        refused until `la.calibration.undo()`. A mixture weighted by the evidence keeps its weights at c = 1.
+        What was chosen is a value beside the posterior, `la.calibration`, and saved with it. `la.prior_precision`,
+        `la.sigma_noise`, `la.temperature`, the evidence and the weights of a mixture stay what they were;
+        `la.calibration = None` undoes it. It is of the posterior at its present hyper-parameters: where one is assigned
+        or tuned, or data are added, it is dropped with a warning.
 
         Of a refined posterior the linearised network at the refined mean takes the network's place, and may itself
         predict worse than the network: `la.compare` tells.
@@ -149,7 +172,7 @@ class Tunable(ABC):
         if val_loader is not None:
             batches.require_loader(val_loader, "val_loader")
         group = self._group
-        group = replace(group, posteriors=tuple(posterior.uncalibrated() for posterior in group.posteriors))
+        group = replace(group, posteriors=tuple(posterior.calibrated(None) for posterior in group.posteriors))
         for posterior in group.posteriors:
             search.refuse_unscalable(posterior)
             search.check_link(posterior.likelihood, link_approx, n_samples)
@@ -250,7 +273,6 @@ class Tunable(ABC):
         posteriors, structure = self._group, str(prior_structure)
         _warn_of_noise(posteriors)
         posteriors.check_structure(structure)
-        posteriors.refuse_calibrated("optimize_prior_precision")
         with posteriors.same_random_states():
             now = posteriors.hypers(("prior_precision",))
             like, layout = now.prior_precision, posteriors.layout
@@ -366,7 +388,6 @@ class Tunable(ABC):
         structure = None if prior_structure is None else str(prior_structure)
         posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None
         posteriors.check_structure(structure)
-        posteriors.refuse_calibrated("optimize_hyperparameters")
         method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
             has_noise = posteriors.likelihood.has_noise

@@ -75,7 +75,7 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
 
     H is taken as it is, and copied when it is first used.
     """
-    posterior = posterior.before_new_data(f"assigning {', '.join(parts)}")
+    posterior = posterior.without_calibration(f"assigning {', '.join(parts)}")
     former = posterior if posterior.data is not None else without_data(posterior)
     data = former.require_fitted()
     if data.refinement is not None:
@@ -101,12 +101,11 @@ def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[T
 def with_root(posterior: Posterior, root: Any) -> Posterior:
     """The posterior with P⁻¹ = L Lᵀ as a user gives L, `[P, P]` or `[P]`, until hyper-parameters or data change."""
     posterior.require_fitted()
-    posterior.refuse_calibrated("assigning posterior_scale")
     n_params = posterior.problem.layout.n_params
     values = checked_tensor("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
     if values.ndim == 1 and bool((values < 0).any()):
         raise InvalidArgument("posterior_scale holds negative standard deviations; they must be at least 0.")
-    return replace(posterior, root=values)
+    return replace(posterior.without_calibration("assigning posterior_scale"), root=values)
 
 
 def checked_H(posterior: Posterior, H: Any) -> Any:

@@ -98,7 +98,8 @@ def acquire(
         UnsupportedError: Outputs with positions.
         ModelChangedError: The network was trained further after `fit`.
     """
-    return _acquire(posterior_of(la), pool, n, score, targets, n_samples, generator, progress_bar=progress_bar)
+    posterior = posterior_of(la).predictive()
+    return _acquire(posterior, pool, n, score, targets, n_samples, generator, progress_bar=progress_bar)
 
 
 def _acquire(

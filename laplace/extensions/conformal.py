@@ -153,7 +153,6 @@ def _conformal(
     *, progress_bar: bool = False,
 ) -> Conformal:  # fmt: skip
     """Intervals from the data of a fit; arguments and errors are those of `laplace.conformal`."""
-    posterior = posterior.unscaled()  # of a calibrated one: the same intervals, around the mode of the prior itself
     structure = posterior.choices.structure
     check_generator(generator)
     _check_likelihood(posterior)

@@ -129,7 +129,7 @@ def saliency(la: Asked) -> Tensor:
     Raises:
         NotFittedError: Before `fit`.
     """
-    posterior = posterior_of(la).unscaled()
+    posterior = posterior_of(la)
     with autograd_mode(), torch.no_grad():
         precision, mean = posterior.precision(), posterior.mean
         diagonal = sum(

@@ -218,6 +218,7 @@ def _draw(
         UnsupportedError: A posterior without weights, or with shares of them; a refined one that is not linearised; a
             network that cannot be copied.
     """
+    posterior = posterior.predictive()
     posterior.require_fitted()
     problem = posterior.problem
     require_unsharded(problem.module, "a function that is drawn holds a copy of the network")

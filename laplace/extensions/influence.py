@@ -115,7 +115,7 @@ def influence(
         UnsupportedError: A posterior that is fitted to data with weights.
     """
     check_counts(**{name: value for name, value in (("top", top), ("rank", rank)) if value is not None})
-    posterior = posterior_of(la).unscaled()  # of a calibrated one δ/c and cT have no meaning by themselves
+    posterior = posterior_of(la)
     gradients = _Gradients.of(posterior, "influence")
     at = posterior if damping is None else posterior.assigned(prior_precision=damping)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
@@ -178,7 +178,7 @@ def label_errors(la: Asked, loader: Iterable[Any], *, progress_bar: bool = False
         ModelChangedError: The network was trained further after `fit`.
         UnsupportedError: As of `influence`.
     """
-    posterior = posterior_of(la).unscaled()
+    posterior = posterior_of(la)
     gradients = _Gradients.of(posterior, "label_errors")
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         precision = posterior.precision()

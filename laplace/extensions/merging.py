@@ -122,8 +122,7 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
     for number, la in enumerate(given):
         la.fitted()
         la.check_unchanged()
-        posterior, structure = la.snapshot(), la.structure
-        posterior.refuse_calibrated(f"merge, of which posterior {number} is calibrated")
+        structure = la.structure
         structure.require_stored("merge")
         if structure.refined_by_kernels:
             raise UnsupportedError(

@@ -507,12 +507,11 @@ def _has_evidence(posterior: Posterior) -> bool:
 def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
     """The posteriors at the one prior precision of the highest evidence, or at their own ones, if these have no less.
 
-    So a prior precision that the evidence chose stays, in the structure in which it was tuned. What a calibration on
-    held-out data chose is not looked at: the hyper-parameters before it are.
+    So a prior precision that the evidence chose stays, in the structure in which it was tuned.
     """
     if not any(map(_has_evidence, group.posteriors)):
         return group
-    own = replace(group, posteriors=tuple(_before_calibration(posterior) for posterior in group.posteriors))
+    own = replace(group, posteriors=tuple(one.at(one.hypers.detached()) for one in group.posteriors))
     now = own.hypers(("prior_precision",))
     start = replace(now, prior_precision=prior_in_structure(1.0, "scalar", own.layout, now.prior_precision))
     options = SearchOptions("lbfgs", tolerance=_TOLERANCE, label="evidence")
@@ -526,11 +525,6 @@ def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
         chosen = own.at(replace(now, prior_precision=result.prior_precision))
     pairs = zip(group.posteriors, chosen.posteriors, strict=True)
     return replace(group, posteriors=tuple(at if _has_evidence(one) else one for one, at in pairs))
-
-
-def _before_calibration(posterior: Posterior) -> Posterior:
-    own = posterior.uncalibrated()
-    return own.at(own.hypers.detached())
 
 
 # Features of the last layer.

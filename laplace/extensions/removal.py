@@ -81,7 +81,7 @@ def forget_with_mean(
             "each; fit in one process, or take la.forget, which leaves the mean."
         )
     after = forget(before, batches, options)
-    la.set_posterior(moved_by_removal(before.uncalibrated(), after, batches, options.weights, weight))
+    la.set_posterior(moved_by_removal(before, after, batches, options.weights, weight))
 
 
 def moved_by_removal(

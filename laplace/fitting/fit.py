@@ -138,7 +138,7 @@ def check_override(override: Any) -> None:
 
 def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit; errors and warnings: see `la.fit`."""
-    posterior = posterior.before_new_data("fit")
+    posterior = posterior.without_calibration("fit")
     if not options.override:
         posterior.refuse_moved("fit with override=False", "give override=True")
     options = options.within(posterior.weights.fsdp_processes)
@@ -159,7 +159,7 @@ def fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Pos
 def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Posterior:
     """The posterior without data that were fitted; errors: see `la.forget`."""
     former = posterior.map_fit
-    posterior = posterior.before_new_data("forget")
+    posterior = posterior.without_calibration("forget")
     if posterior.choices.backend_kwargs.get("stochastic"):
         raise UnsupportedError(
             "backend_kwargs has stochastic=True: other targets would be drawn than in the fit, so that the difference "

@@ -182,7 +182,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     def _noise(self, given: Tensor | None, like: Tensor) -> Tensor:
         """Variances of the noise of outcomes `[*batch, n, m]`, float64: those given, or σ² in `[n, m]`."""
-        variances = self.la.sigma_noise.detach().square() if given is None else given
+        variances = self.la.snapshot().predictive().sigma_noise.detach().square() if given is None else given
         if given is not None and not is_true((given.isfinite() & (given >= 0)).all()):
             raise InvalidArgument("variances of the noise are negative or not finite.")
         return widened(variances).to(like.device).expand(*variances.shape[:-2], *like.shape[-2:])
@@ -203,7 +203,8 @@ class LaplaceModel(Model, FantasizeMixin):
         if not prod((*batch, q)):
             empty = widened(X.new_zeros(0))
             return empty.view(*batch, q, self.num_outputs), empty.new_zeros(*batch, size, size)
-        predictor = Predictor(posterior or self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
+        posterior = (posterior or self.la.snapshot()).predictive()
+        predictor = Predictor(posterior, torch.is_grad_enabled() and X.requires_grad)
         source = predictor.linearised(X.reshape(-1, d).to(predictor.posterior.expansion_point), group_size=q)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
             gaussian = source.gaussian("joint", wide=True)

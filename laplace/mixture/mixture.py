@@ -35,7 +35,6 @@ from laplace.enums import (
 from laplace.errors import InvalidArgument, InvalidType, StateError
 from laplace.grid import from_names
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import own_precision
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
@@ -117,7 +116,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
             return _equal_weights(self.n_components)
         self._check_same_data()
         with torch.no_grad():
-            values = [widened(_log_evidence(la)) for la in self.components]
+            values = [widened(la.log_marginal_likelihood()) for la in self.components]
             return by_evidence(torch.stack([value.to(values[0].device) for value in values]))
 
     @weights.setter
@@ -510,15 +509,6 @@ def by_evidence(log_evidences: Tensor) -> Tensor:
 
 def _equal_weights(n_components: int) -> Tensor:
     return torch.full((n_components,), 1 / n_components, dtype=wide_dtype())
-
-
-def _log_evidence(la: ParametricLaplace) -> Tensor:
-    """Log p(D | M); of a calibrated posterior that of the one whose covariance was scaled."""
-    posterior = la.snapshot()
-    if posterior.calibration is None:
-        return la.log_marginal_likelihood()
-    with own_precision():
-        return posterior.unscaled().log_evidence()
 
 
 def _weights_of_group(rule: Rule, group: PosteriorGroup) -> Tensor:

@@ -1,8 +1,9 @@
-"""Choices of a calibration, and the hyper-parameters that give a posterior a scaled covariance.
+"""What a calibration chose: a value beside the posterior, by which its predictions are made.
 
 A posterior with precision P = s H + δ at temperature T, s = 1 / (σ² T), has at temperature c T and prior precision δ/c
 the precision P/c: its covariance is scaled by c, the cold posterior of Wenzel et al. (2020, arXiv:2002.02405). With
-another noise σ', T c σ²/σ'² keeps it. As c → 0 the predictions become those of the network.
+another noise σ', T c σ²/σ'² keeps it. As c → 0 the predictions become those of the network. Predictions are asked of
+the posterior at these hyper-parameters (`Posterior.predictive`); those of the posterior itself stay what they are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from laplace.errors import InvalidArgument
 _VANISHING = 1e-12
 """Scale of a covariance that stands for none, at δ ≥ 1 and σ ≥ 1: predictions are then the network's to rounding."""
 
+_CHOSEN_AT = ("prior_precision", "sigma_noise", "temperature")
+"""Hyper-parameters that a calibration is of."""
+
 _LEAST_SCALE = 1e-18
 """The smallest scale, at which a precision is still finite in float32."""
 
@@ -31,14 +35,15 @@ class Calibration:
     """Choice of `la.calibrate`: prior precision δ, scale c of the covariance and noise σ, or the network itself.
 
     The posterior's covariance is c Σ, where Σ is the covariance at `prior_precision`, at `network_noise` σ₀ and at the
-    temperature T that was `before`. It is set by `la.prior_precision` = δ/c and `la.temperature` = T c σ₀²/σ².
+    temperature T of the posterior: that of a posterior at δ/c and T c σ₀²/σ². `la.prior_precision`, `la.temperature`
+    and `la.sigma_noise` stay what they are, and the evidence is theirs.
 
     Attributes:
         scale: c; 0 for the network itself.
         prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
         sigma_noise: σ, 0-dim or `[C]`.
         network_noise: σ₀, the noise that suits the network best; without a noise to choose, that before the call.
-        before: Prior, noise and temperature before the call.
+        before: Prior, noise and temperature of the posterior, for which it was chosen.
         held_out: Words for the data that decided.
         n_data: Number of these data.
         link_approx: Link approximation of the predictions that were scored.
@@ -90,18 +95,18 @@ class Calibration:
                 temperature=self.before.temperature * scale * ratio,
             )
 
+    def is_of(self, hypers: Hyperparameters) -> bool:
+        """True if it was chosen at these prior precisions, noises and temperature."""
+        pairs = [(getattr(self.before, name), getattr(hypers, name)) for name in _CHOSEN_AT]
+        return all(torch.equal(ours, theirs.detach().to(ours)) for ours, theirs in pairs)
+
     def _vanishing(self) -> float:
         """A scale at which the covariance, at most c / δ where there are no data, is nothing beside 1 and beside σ²."""
         prior, noise = self.prior_precision.min().item(), self.sigma_noise.min().item()
         return max(_VANISHING * min(1.0, prior) * min(1.0, noise**2), _LEAST_SCALE)
 
-    @property
-    def unscaled(self) -> Hyperparameters:
-        """Prior, noise and temperature at c = 1, at which an evidence has a meaning."""
-        return replace(self.before, prior_precision=self.prior_precision, sigma_noise=self.network_noise)
-
     def undo(self) -> None:
-        """Gives the object the hyper-parameters that it had before; its `calibration` is None then.
+        """The same as `la.calibration = None`, where this is the calibration of `la`.
 
         Raises:
             InvalidArgument: The object has another calibration by now, or none.

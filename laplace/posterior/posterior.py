@@ -347,12 +347,14 @@ class Cache:
         backend: The curvature backend as users call it, or None.
         engine: What computes Jacobians and curvature, or None.
         noise_seen: Whether a noise of 1 has been compared with the residuals.
+        predictive: The last calibration, and the posterior that it makes of this one; or None.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:
         self.backend: CurvatureInterface | None = None
         self.engine = engine
         self.noise_seen = False
+        self.predictive: tuple[Calibration, Posterior] | None = None
         self._precision: tuple[Curvature, tuple[tuple[Tensor, int], ...], Precision] | None = None
         self._squares: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
 
@@ -413,7 +415,7 @@ class Posterior:
     data: Fitted | None = None  # What the data say; None before a fit
     # L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None
     root: Tensor | None = None
-    # What chose the hyper-parameters on held-out data, where that scaled the covariance; else None
+    # What held-out data chose for predictions; the hyper-parameters are those without it
     calibration: Calibration | None = None
     cache: Cache = field(default_factory=Cache, repr=False)  # The engine and the last precision, made on first use
 
@@ -426,44 +428,35 @@ class Posterior:
         return replace(self, hypers=hypers, root=None, calibration=None)
 
     def assigned(self, **given: Given) -> Posterior:
-        """The posterior at hyper-parameters as users give them, by name."""
-        self.refuse_calibrated(f"assigning {' and '.join(given)}")
-        return self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
+        """The posterior at hyper-parameters as users give them, by name; a calibration, of the former ones, is gone."""
+        hypers = assigned(self.hypers, self.likelihood, self.weights, **given)
+        return self.without_calibration(f"assigning {' and '.join(given)}").at(hypers)
 
-    def calibrated(self, calibration: Calibration) -> Posterior:
-        """The posterior with the covariance that a calibration chose."""
-        return replace(self._around_own_prior(calibration.hypers), calibration=calibration)
+    def calibrated(self, calibration: Calibration | None) -> Posterior:
+        """The posterior whose predictions a calibration changes; None for those of the posterior itself."""
+        return self if calibration is self.calibration else replace(self, calibration=calibration)
 
-    def uncalibrated(self) -> Posterior:
-        """The posterior at the hyper-parameters before it was calibrated."""
-        return self if self.calibration is None else self._around_own_prior(self.calibration.before)
+    def without_calibration(self, what: str) -> Posterior:
+        """The posterior without its calibration, of the former data or hyper-parameters; warns where it had one."""
+        if self.calibration is None:
+            return self
+        warn(
+            f"{what} drops the calibration on {self.calibration.held_out}, which was of the posterior before; call "
+            "la.calibrate again.",
+            CalibrationWarning,
+        )
+        return self.calibrated(None)
 
-    def unscaled(self) -> Posterior:
-        """The posterior whose covariance a calibration scaled, of which there is an evidence; else the same."""
-        return self if self.calibration is None else self._around_own_prior(self.calibration.unscaled)
-
-    def _around_own_prior(self, hypers: Hyperparameters) -> Posterior:
-        """The posterior at hyper-parameters that a mixture shares, with its own prior mean."""
-        return self.at(replace(hypers, prior_mean=self.hypers.prior_mean))
-
-    def before_new_data(self, what: str) -> Posterior:
-        """The posterior without its calibration, which was of the former data; warns where it had one."""
-        if self.calibration is not None:
-            warn(
-                f"{what} drops the calibration on {self.calibration.held_out}: prior precision, noise and temperature "
-                "are what they were before; call la.calibrate again.",
-                CalibrationWarning,
-            )
-        return self.uncalibrated()
-
-    def refuse_calibrated(self, what: str) -> None:
-        """Raises `InvalidArgument` at what would mix with, or misread, the hyper-parameters of a calibration."""
-        if self.calibration is not None:
-            raise InvalidArgument(
-                f"{what}: this posterior is calibrated, its covariance scaled by {self.calibration.scale:.3g} through "
-                "prior_precision and temperature together, so that it has no evidence and neither has its own meaning; "
-                "call la.calibration.undo() first, and la.calibrate again afterwards."
-            )
+    def predictive(self) -> Posterior:
+        """The posterior that predicts: with the covariance and the noise that a calibration chose, else this one."""
+        if self.calibration is None:
+            return self
+        known = self.cache.predictive
+        if known is None or known[0] is not self.calibration or known[1].data is not self.data:
+            hypers = replace(self.calibration.hypers, prior_mean=self.hypers.prior_mean)  # a mixture shares the others
+            made = replace(self, hypers=hypers, root=None, calibration=None, cache=Cache(self.cache.engine))
+            self.cache.predictive = known = self.calibration, made
+        return known[1]
 
     def refuse_moved(self, what: str, instead: str) -> None:
         """Raises `InvalidArgument` where the mean of removed data would come back in silence."""
@@ -665,7 +658,6 @@ class Posterior:
 
     def log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, with its graph."""
-        self.refuse_calibrated("the log evidence")
         return self.evidence.log_marginal_likelihood
 
     def precision(self) -> Precision:

@@ -361,7 +361,7 @@ class _Scores:
                 self._network += float(network.sum())
             for j, scale in enumerate(self.grid.scales):
                 scaled = [scale * variance for variance in variances]
-                prediction = _predicted(scored, means, scaled, scored.weights[:, part])
+                prediction = _predicted(scored, means, scaled, weights)
                 for k, sigma in enumerate(self.noises):
                     values = score(likelihood, prediction, rows.y, sigma)
                     gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)

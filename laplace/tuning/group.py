@@ -107,15 +107,6 @@ class PosteriorGroup:
                 stack.enter_context(same_random_state(posterior.model))
             yield
 
-    def refuse_calibrated(self, what: str) -> None:
-        """Refuses what would mix with the hyper-parameters of a calibration.
-
-        Raises:
-            InvalidArgument: One of the posteriors is calibrated.
-        """
-        for posterior in self.posteriors:
-            posterior.refuse_calibrated(what)
-
     def check_structure(self, structure: str | None) -> None:
         """Raises where posteriors of different shapes are to share more than one prior precision.
 

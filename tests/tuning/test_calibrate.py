@@ -23,6 +23,7 @@ from laplace.errors import (
     InvalidType,
     ModelChangedError,
     NotFittedError,
+    StateWarning,
     UnsupportedError,
 )
 from laplace.structures import STRUCTURES
@@ -63,8 +64,9 @@ def scored(la: Any, data: Any) -> Tensor:
         mean, variance = prediction if isinstance(prediction, tuple) else (prediction, None)
         if variance is not None and variance.ndim > mean.ndim:
             variance = variance.diagonal(dim1=-2, dim2=-1)
-        target = la.likelihood_object.check_targets(la.predict(x).latent.mean, y)
-        values.append(la.likelihood_object.predictive_nll(mean, variance, target, la.sigma_noise))
+        known = la.predict(x)
+        target = la.likelihood_object.check_targets(known.latent.mean, y)
+        values.append(la.likelihood_object.predictive_nll(mean, variance, target, known.sigma_noise))
     return torch.cat(values)
 
 
@@ -125,7 +127,7 @@ def test_of_every_prior_and_noise(options: dict[str, Any]) -> None:
     covariance = moments(la, x)[1]
     la.prior_precision = prior
     forced(la, 0.1, 3.0, noise=0.7)
-    near(la.sigma_noise, torch.full_like(la.sigma_noise, 0.7), rtol=1e-12)
+    near(la.predict(x).sigma_noise, torch.full_like(la.sigma_noise, 0.7), rtol=1e-12)
     if la.sigma_noise.numel() == 1:  # of several noises the ratios are kept by calibrate, not by this test's choice
         near(moments(la, x)[1], 0.1 * covariance, rtol=1e-9)
 
@@ -169,11 +171,8 @@ def test_in_inference_mode_the_hyper_parameters_can_be_differentiated() -> None:
     la = grid.fitted("all", "kron", "regression")
     with torch.inference_mode():
         la.calibrate(held_out("regression"))
-    hypers = la.snapshot().hypers
+    hypers = la.snapshot().predictive().hypers
     assert not any(value.is_inference() for value in (hypers.prior_precision, hypers.sigma_noise, hypers.temperature))
-    with torch.inference_mode():
-        la.calibration.undo()
-    assert not la.prior_precision.is_inference()
 
 
 def test_of_a_refined_posterior_its_mean_is_named() -> None:
@@ -192,13 +191,12 @@ def test_of_a_refined_posterior_its_mean_is_named() -> None:
     assert pickle.loads(pickle.dumps(la)).calibration.reference == "refined mean"
 
 
-def test_an_assigned_scale_does_not_mix_with_it() -> None:
+def test_an_assigned_scale_drops_it() -> None:
     la = grid.fitted("all", "full")
     la.calibrate(held_out())
-    now = la.snapshot().hypers
-    with pytest.raises(InvalidArgument, match=r"la\.calibration\.undo\(\)"):
+    with pytest.warns(CalibrationWarning, match="assigning posterior_scale drops"):
         la.posterior_scale = la.posterior_scale.clone()
-    assert la.snapshot().hypers.temperature is now.temperature
+    assert la.calibration is None
 
 
 # Scores are those of every candidate, set by hand.
@@ -215,8 +213,8 @@ def test_table_against_every_candidate(weights: str, structure: str, likelihood:
     calibration.undo()
     with torch.no_grad():
         forced(la, 0.0, 1.0)
-        near(la.sigma_noise, before.sigma_noise, rtol=0)
-        la.set_posterior(la.snapshot().uncalibrated())
+        near(la.predict(data[0][0]).sigma_noise, before.sigma_noise, rtol=0)
+        la.set_posterior(la.snapshot().calibrated(None))
         la.sigma_noise = calibration.network_noise if likelihood == "regression" else 1.0
         base = la.snapshot()
         forced(la, 0.0, 1.0)
@@ -238,7 +236,7 @@ def test_table_against_a_validation_loss(likelihood: str) -> None:
     la = double(grid.fitted("all", "kron", likelihood))
     data = held_out(likelihood, dtype=torch.float64)
     calibration = la.calibrate(data, keep_noise=True)
-    table, base = calibration.table, la.snapshot().uncalibrated()
+    table, base = calibration.table, la.snapshot().calibrated(None)
     for i, j in [(0, 0), (2, 8), (4, 3)]:
         la.set_posterior(base)
         hypers = forced(la, table["scales"][j].item(), table["factors"][i].item()).hypers
@@ -384,7 +382,8 @@ def test_regression_in_raw_units() -> None:
     la.fit([(x[:200], y[:200])])
     calibration = la.calibrate([(x[200:300], y[200:300])])
     residual = (model(x[200:300]) - y[200:300]).square().mean().sqrt().item()
-    assert 0.3 * residual < la.sigma_noise.item() < 1.2 * residual
+    assert 0.3 * residual < calibration.sigma_noise.item() < 1.2 * residual
+    assert la.sigma_noise.item() == 1
     low, high = la.predict(x[300:]).interval(0.9)
     inside = ((y[300:] >= low) & (y[300:] <= high)).float().mean().item()
     assert 0.84 < inside < 0.96
@@ -402,7 +401,7 @@ def test_a_noise_at_an_edge_is_said() -> None:
 def test_the_noise_can_be_kept() -> None:
     la = grid.fitted("all", "kron", "regression", sigma_noise=0.8)
     calibration = la.calibrate(held_out("regression"), keep_noise=True)
-    assert la.sigma_noise.item() == pytest.approx(0.8)
+    assert calibration.sigma_noise.item() == pytest.approx(0.8)
     assert calibration.table["differences"].shape == (5, 9, 1)
 
 
@@ -415,12 +414,12 @@ def test_undo_and_twice(likelihood: str) -> None:
     assert la.calibration is None
     before, x = [part.clone() for part in grid.predict(la, likelihood)], la.prior_precision.clone()
     first = la.calibrate(held_out(likelihood))
-    after, hypers = grid.predict(la, likelihood), la.snapshot().hypers
+    after, hypers = grid.predict(la, likelihood), la.snapshot().predictive().hypers
     assert repr(first) == repr(la.calibration)
     la.calibrate(held_out(likelihood))
     for again, once in zip(grid.predict(la, likelihood), after, strict=True):
         assert torch.equal(again, once)
-    assert torch.equal(la.temperature, hypers.temperature)
+    assert torch.equal(la.snapshot().predictive().hypers.temperature, hypers.temperature)
     with pytest.raises(InvalidArgument, match="not the present one"):
         first.undo()
     la.calibration.undo()
@@ -471,31 +470,65 @@ def test_one_file_keeps_it(tmp_path: Any) -> None:
     assert torch.equal(same(grid.data()[0]), la(grid.data()[0]))
 
 
-# What mixes with it is refused, and new data drop it.
-
-
-def test_no_evidence_and_no_other_hyper_parameters() -> None:
+def test_a_state_that_holds_the_scaled_hyper_parameters_predicts_the_same() -> None:
+    """As states once were: prior, noise and temperature of the scaled covariance, and those before beside them."""
     la = grid.fitted("all", "kron", "regression")
-    value = la.log_marginal_likelihood()
     la.calibrate(held_out("regression"))
-    now = la.snapshot().hypers
-    calls = [
-        la.log_marginal_likelihood,
-        la.marglik,
-        lambda: la.log_marginal_likelihood(torch.ones(1), torch.ones(1)),
-        la.optimize_prior_precision,
-        lambda: la.optimize_prior_precision(method="gridsearch", val_loader=held_out("regression")),
-        la.optimize_hyperparameters,
-        lambda: setattr(la, "prior_precision", 2.0),
-        lambda: setattr(la, "sigma_noise", 2.0),
-        lambda: setattr(la, "temperature", 2.0),
-    ]
-    for call in calls:
-        with pytest.raises(InvalidArgument, match=r"la\.calibration\.undo\(\)"):
-            call()
-    assert la.snapshot().hypers.temperature is now.temperature
-    la.calibration.undo()
-    assert torch.equal(la.log_marginal_likelihood(), value)
+    former, hypers = la.state_dict(), la.snapshot().predictive().hypers
+    scaled = {name: getattr(hypers, name).clone() for name in ("prior_precision", "sigma_noise", "temperature")}
+    assert former["temperature"] == 1 and scaled["temperature"] != 1
+    other = grid.make("all", "kron", "regression", model=la.model)
+    with pytest.warns(StateWarning, match="temperature changes"):
+        other.load_state_dict(former | scaled)
+    for a, b in zip(other(grid.data()[0]), la(grid.data()[0]), strict=True):
+        assert torch.equal(a, b)
+    assert other.temperature == 1
+    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
+# The posterior stays what it was beside it; other hyper-parameters and new data drop it.
+
+
+def test_the_posterior_stays_what_it_was() -> None:
+    la, other = grid.fitted("all", "kron", "regression"), grid.fitted("all", "kron", "regression")
+    x = grid.data()[0]
+    found = la.calibrate(held_out("regression"))
+    for name in ("prior_precision", "sigma_noise", "temperature", "posterior_covariance"):
+        near(getattr(la, name), getattr(other, name), rtol=0)
+    assert torch.equal(la.log_marginal_likelihood(), other.log_marginal_likelihood())
+    assert not torch.equal(la(x)[1], other(x)[1])
+    generator = [torch.Generator().manual_seed(0) for _ in range(2)]
+    assert not torch.equal(la.sample(5, generator[0]), other.sample(5, generator[1]))
+    la.calibration = None
+    assert torch.equal(la(x)[1], other(x)[1])
+    la.calibration = found
+    assert repr(la.calibration) == repr(found)
+    assert not torch.equal(la(x)[1], other(x)[1])
+    with pytest.raises(InvalidType, match=r"what la\.calibrate returned"):
+        la.calibration = "none"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InvalidArgument, match="other hyper-parameters"):
+        grid.fitted("all", "kron", "regression", prior_precision=3.0).calibration = found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda la: setattr(la, "prior_precision", 2.0),
+        lambda la: setattr(la, "sigma_noise", 2.0),
+        lambda la: la.log_marginal_likelihood(torch.ones(1)),
+        lambda la: la.optimize_prior_precision(),
+        lambda la: la.optimize_hyperparameters(),
+    ],
+    ids=["prior", "noise", "evidence", "tuning", "search"],
+)
+def test_other_hyper_parameters_drop_it(change: Any) -> None:
+    la, other = grid.fitted("all", "kron", "regression"), grid.fitted("all", "kron", "regression")
+    la.calibrate(held_out("regression"))
+    with pytest.warns(CalibrationWarning, match="drops the calibration on 36 validation data"):
+        change(la)
+    change(other)
+    assert la.calibration is None
+    assert torch.equal(la(grid.data()[0])[1], other(grid.data()[0])[1])
 
 
 @pytest.mark.parametrize("how", ["fit", "more", "forget", "refine", "by hand", "H"])
@@ -545,11 +578,8 @@ def test_mixtures_keep_their_weights(rule: Any, likelihood: str) -> None:
     calibration = mixture.calibrate(held_out(likelihood))
     assert repr(mixture.calibration) == repr(calibration)
     if rule == "evidence":
-        posteriors = [la.snapshot().unscaled() for la in mixture.components]
-        expected = torch.stack([one.log_evidence().double() for one in posteriors]).softmax(0)
-        near(mixture.weights, expected, rtol=1e-9)
-        with pytest.raises(InvalidArgument, match="undo"):
-            mixture.log_marginal_likelihood()
+        mixture.log_marginal_likelihood()
+    near(mixture.weights, weights, rtol=0)
     mixture(x)
     other = MixtureLaplace([Laplace(model, likelihood) for model in models], weights=rule)
     with warnings.catch_warnings():
@@ -708,12 +738,9 @@ def test_the_network_is_left_alone() -> None:
 
 
 def test_online_training_goes_on() -> None:
-    """The estimate after a calibration is that of the former temperature."""
     online = OnlineLaplace(grid.network(), grid.batches(), "classification")
     online.step(0)
     online.la.calibrate(held_out())
-    with pytest.raises(InvalidArgument, match="undo"):
-        online.la.log_marginal_likelihood()
     with pytest.warns(CalibrationWarning, match="drops"):
         online.step(0)
     assert online.la.temperature == 1

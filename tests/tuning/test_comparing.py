@@ -160,7 +160,7 @@ def test_a_calibrated_posterior_and_the_network_have_their_own_noise() -> None:
         spread.shape, dtype=torch.float64, generator=generator
     )
     calibration = la.calibrate([(x, y)])
-    assert bool(la.sigma_noise < 0.5 * calibration.network_noise)
+    assert bool(calibration.sigma_noise < 0.5 * calibration.network_noise)
     prediction, noise = la.predict(x), calibration.network_noise.square().expand_as(y)
     own = reference.gaussian_scores(prediction.latent_mean, noise, y)
     check(la.compare([(x, y)]), own, reference.gaussian_scores(prediction.mean, prediction.variance, y), kind="float32")
