@@ -49,8 +49,8 @@ class Tunable(ABC):
     """Base of objects whose hyper-parameters can be tuned: a posterior, or a mixture, whose components share them.
 
     For a mixture the evidence is `MixtureLaplace.log_marginal_likelihood`, and a validation loss is that of its
-    predictions (Eschenhagen et al., 2021, appendix B.2; the search of their appendix F.4 is
-    `loss=laplace.tuning.Thresholds(...)`). If the components' values differ, the search starts at their geometric mean.
+    predictions (Eschenhagen et al., 2021, appendix B.2). If the components' values differ, the search starts at their
+    geometric mean.
     """
 
     @property
@@ -344,10 +344,10 @@ class Tunable(ABC):
         Args:
             tune: One or more of `"prior_precision"`, `"sigma_noise"` and `"temperature"`.
             objective: `"evidence"`, maximised on the training data; or a loss on validation data, minimised: `"nll"`,
-                `"brier"`, `"crps"` (regression), `"ece"` (classification), a `laplace.tuning.Thresholds`, a running
-                metric or a function, as `loss` of `optimize_prior_precision`. For a mixture of K networks `"evidence"`
-                is log (1/K) Σ_k p(D | M_k), which the best network dominates, and `"joint_evidence"` is
-                Σ_k log p(D | M_k), with equal weights (Eschenhagen et al., 2021, appendix B.2).
+                `"brier"`, `"crps"` (regression), `"ece"` (classification), a running metric or a function, as `loss`
+                of `optimize_prior_precision`. For a mixture of K networks `"evidence"` is log (1/K) Σ_k p(D | M_k),
+                which the best network dominates, and `"joint_evidence"` is Σ_k log p(D | M_k), with equal weights
+                (Eschenhagen et al., 2021, appendix B.2).
             method: `"lbfgs"` or `"adam"`: search over logarithms, for differentiable objectives; the best value seen
                 is kept. `"grid"`: for validation losses, with a scalar prior precision. None: `"lbfgs"` for the
                 evidence, else `"grid"`.
@@ -369,9 +369,9 @@ class Tunable(ABC):
             group: Process group, as in `fit`: with `"grid"` every process gives a shard of the validation data.
 
         Raises:
-            InvalidArgument: Arguments that contradict each other; no finite objective; thresholds that no value meets;
-                or components of a mixture that differ in what is not tuned or, for `"evidence"`, in the number of their
-                data. As after every error, the hyper-parameters are not changed.
+            InvalidArgument: Arguments that contradict each other; no finite objective; or components of a mixture that
+                differ in what is not tuned or, for `"evidence"`, in the number of their data. As after every error, the
+                hyper-parameters are not changed.
             InvalidData: A loader gives no data.
             UnsupportedError: A score that is not defined for this likelihood.
 

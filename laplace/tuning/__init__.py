@@ -7,7 +7,6 @@ __getattr__, __dir__, __all__ = attach(
     {
         "laplace.tuning.search": "TuningResult report",
         "laplace.tuning.group": "PosteriorGroup",
-        "laplace.tuning.losses": "Thresholds",
         "laplace.tuning.candidates": "Predictive",
         "laplace.tunable": "Tunable",
     },

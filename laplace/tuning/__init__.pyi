@@ -3,7 +3,6 @@
 from laplace.tunable import Tunable
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.losses import Thresholds
 from laplace.tuning.search import TuningResult, report
 
-__all__ = ["PosteriorGroup", "Predictive", "Thresholds", "Tunable", "TuningResult", "report"]
+__all__ = ["PosteriorGroup", "Predictive", "Tunable", "TuningResult", "report"]

@@ -94,34 +94,6 @@ class LossRule:
     fresh: Callable[[], Running]  # makes a running loss that has seen nothing
     many: bool = True  # whether it takes the predictions of many candidates at once
     whole_covariance: bool = False  # whether regressions hand it `[B, C, C]`, as users' predictions have
-    thresholds: bool = False  # whether 0 is what is looked for, and the smallest candidate with it
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Objective of tuning: the smallest prior precision at which predictions are confident and accurate enough.
-
-    From Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4. They set `confidence`
-    slightly below the accuracy of the network on the validation data.
-
-    Attributes:
-        confidence: Smallest acceptable mean confidence on the validation data, in (0, 1), or None.
-        brier: Largest acceptable Brier score, or None.
-
-    Raises:
-        InvalidArgument: Neither is given, or one is out of range.
-    """
-
-    confidence: float | None = None
-    brier: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.confidence is None and self.brier is None:
-            raise InvalidArgument("Thresholds() has none; give confidence=, brier= or both.")
-        if self.confidence is not None and not 0 < self.confidence < 1:
-            raise InvalidArgument(f"confidence={self.confidence}; a mean confidence lies between 0 and 1.")
-        if self.brier is not None and not self.brier > 0:
-            raise InvalidArgument(f"brier={self.brier}; a Brier score is positive.")
 
 
 class MeanScore(Running):
@@ -164,29 +136,6 @@ class CalibrationError(Running):
 
     def scores(self) -> list[MeanScore]:
         return [self.gaps]
-
-
-class Shortfall(Running):
-    """The amount by which thresholds are missed: 0 where they are met."""
-
-    def __init__(self, thresholds: Thresholds, likelihood: Likelihood) -> None:
-        wanted = {"confidence": thresholds.confidence, "brier": thresholds.brier}
-        self.parts = [
-            (MeanScore(find_score(name, likelihood), likelihood), limit, -1 if name == "confidence" else 1)
-            for name, limit in wanted.items()
-            if limit is not None
-        ]
-
-    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        for score, _, _ in self.parts:
-            score.update(prediction, y, sigma)
-
-    def result(self) -> Tensor:
-        missed = [sign * (score.result() - limit) for score, limit, sign in self.parts]
-        return torch.stack(missed).amax(0).clamp(min=0)
-
-    def scores(self) -> list[MeanScore]:
-        return [score for score, _, _ in self.parts]
 
 
 class UsersMetric(Running):
@@ -240,7 +189,7 @@ class UsersFunction(Running):
 def _no_sum(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"group= with {name} as the loss, whose values for parts of the data do not add up; give 'nll', 'brier', "
-        "'crps', 'ece' or laplace.tuning.Thresholds, or tune in one process."
+        "'crps' or 'ece', or tune in one process."
     )
 
 
@@ -265,20 +214,17 @@ def _numbers(value: Any, name: str) -> Tensor:
         raise InvalidArgument(f"{name} returned {value!r}; a number is needed, or a 0-dim tensor.") from error
 
 
-Loss = Literal["nll", "brier", "crps", "ece"] | Thresholds | RunningMetric | Callable[..., Any]
+Loss = Literal["nll", "brier", "crps", "ece"] | RunningMetric | Callable[..., Any]
 """What users give for a loss on validation data."""
 
 
 def make_loss(loss: Any, likelihood: Likelihood) -> LossRule:
-    """A loss from what users give: None or a name, `Thresholds`, a running metric or a callable."""
+    """A loss from what users give: None or a name, a running metric or a callable."""
     if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
         name = loss or "nll"
         return LossRule(name, partial(MeanScore, find_score(name, likelihood), likelihood))
     if isinstance(loss, str) and loss == "ece":
         return LossRule(loss, partial(CalibrationError, find_score(loss, likelihood), likelihood))
-    if isinstance(loss, Thresholds):
-        Shortfall(loss, likelihood)  # refuses a likelihood without them
-        return LossRule("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)
     if isinstance(loss, RunningMetric) and not isinstance(loss, type):
         if getattr(loss, "higher_is_better", False):
             raise InvalidArgument(
@@ -289,8 +235,8 @@ def make_loss(loss: Any, likelihood: Likelihood) -> LossRule:
     if callable(loss) and not isinstance(loss, type):
         return LossRule("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
     raise InvalidArgument(
-        f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
-        "metric (update, compute, reset) and a callable; give an object, not a class."
+        f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', a running metric (update, compute, "
+        "reset) and a callable; give an object, not a class."
     )
 
 

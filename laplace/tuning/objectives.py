@@ -156,20 +156,9 @@ class ValidationLoss(Objective):
     ) -> None:
         self.group, self.data, self.predictive = group, data, predictive
         self.loss = make_loss(loss, group.likelihood)
-        self.has_thresholds = self.loss.thresholds
 
     def grid(self, axes: dict[str, Tensor], prior: Tensor) -> Grid:
         """The grid of some axes; a tuned prior precision is written in the structure of `prior`."""
-        if self.has_thresholds:
-            if tuple(axes) != ("prior_precision",):
-                raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
-            if self.data.ood_loader is not None:
-                raise InvalidArgument(
-                    "Thresholds are met or not, whatever the entropy on ood_loader is; leave it out, or give another "
-                    "objective, such as 'nll'."
-                )
-            # They are met by the smallest of ascending values.
-            axes = {"prior_precision": axes["prior_precision"].sort().values}
         now = self.group.hypers(tuple(axes))
         if "prior_precision" not in axes and now.prior_precision.numel() > 1:
             raise InvalidArgument(
@@ -252,9 +241,8 @@ class SmoothLoss(ValidationLoss):
                 "at None in a process that has all of them."
             )
         kinds = [predictive.kind(posterior) for posterior in group.posteriors]
-        if PredType.NN in kinds or self.has_thresholds:
-            what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
-            raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
+        if PredType.NN in kinds:
+            raise InvalidArgument("pred_type='nn' has no gradient in the hyper-parameters; use method='grid'.")
         for posterior in group.posteriors:
             posterior.check_unchanged()
             if posterior.overrides(*PREDICTIONS):

@@ -128,9 +128,6 @@ class Objective(ABC):
         """The losses of all settings, float64, `[n]`, and the networks' own ones at every noise of the grid."""
         raise UnsupportedError(f"{type(self).__name__} has no losses on a grid; use another method.")
 
-    has_thresholds: bool = False
-    """Whether the smallest setting with a loss of 0 is looked for."""
-
     def remarks(self, result: TuningResult, names: Sequence[str]) -> Iterable[str | None]:
         """What users should know of a result of tuning these hyper-parameters."""
         if "sigma_noise" in names:
@@ -147,7 +144,7 @@ class Search:
     options: SearchOptions
 
     def run(self) -> TuningResult:
-        """The best hyper-parameters; an error where the objective is finite nowhere, or no thresholds are met."""
+        """The best hyper-parameters; an error where the objective is finite nowhere."""
         if isinstance(self.coordinates, Grid):
             result, names = self._on_grid(self.coordinates), tuple(self.coordinates.axes)
         else:
@@ -190,9 +187,9 @@ class Search:
 
     def _on_grid(self, grid: Grid) -> TuningResult:
         values, of_network = self.objective.losses(grid)
-        place = _smallest(values, has_thresholds=self.objective.has_thresholds)
+        place = _smallest(values)
         values = values.view(grid.shape)
-        notes = _notes_of_grid(values, place, grid, of_network, has_thresholds=self.objective.has_thresholds)
+        notes = _notes_of_grid(values, place, grid, of_network)
         best = grid.settings[place]
         if "prior_precision" in grid.axes:
             best = replace(best, prior_precision=best.prior_precision.expand_as(grid.prior).clone())
@@ -597,7 +594,7 @@ def make_axes(
     return axes
 
 
-def _smallest(values: Tensor, *, has_thresholds: bool) -> int:
+def _smallest(values: Tensor) -> int:
     """Place of the smallest finite loss, the first of several."""
     finite = values.isfinite()
     if not finite.any():
@@ -605,28 +602,16 @@ def _smallest(values: Tensor, *, has_thresholds: bool) -> int:
             "no candidate of the grid has a finite validation loss; the hyper-parameters are left as they were. Check "
             "the loss, the validation data and the range of the grid."
         )
-    smallest = values[finite].min()
-    if has_thresholds and smallest > 0:
-        raise InvalidArgument(
-            f"no candidate of the grid meets the thresholds: the nearest misses one by {smallest:.3g}; the "
-            "hyper-parameters are left as they were. Lower the thresholds (a network that is right in a share a of the "
-            "validation data has a mean confidence around a), or widen the grid."
-        )
-    return int((values == smallest).nonzero()[0])
+    return int((values == values[finite].min()).nonzero()[0])
 
 
-def _notes_of_grid(
-    values: Tensor, place: int, grid: Grid, of_network: Callable[[], Tensor], *, has_thresholds: bool
-) -> list[str]:
+def _notes_of_grid(values: Tensor, place: int, grid: Grid, of_network: Callable[[], Tensor]) -> list[str]:
     finite = values.isfinite()
     notes: list[str] = []
     if not finite.all():
         notes.append(f"{int((~finite).sum())} of {values.numel()} candidates had no finite loss and were passed over")
     width = (values[finite].max() - values[finite].min()).item()
-    if has_thresholds:
-        if place == 0 and values.numel() > 1:
-            notes.append("the smallest candidate meets the thresholds already; widen the grid downwards")
-    elif values.numel() > 1 and width <= 1e-7 * values[finite].abs().max():
+    if values.numel() > 1 and width <= 1e-7 * values[finite].abs().max():
         names = _listed(grid.axes)
         notes.append(f"the loss does not depend on the {names}; choose one that reads the predictive variance")
     else:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods import get_likelihood
-from laplace.metrics import brier, expected_calibration_error, gaussian_crps, gaussian_nll, mean_confidence, nll
-from laplace.tuning import Thresholds
+from laplace.metrics import brier, expected_calibration_error, gaussian_crps, gaussian_nll, nll
 from laplace.tuning.losses import Running, entropy_of, find_score
 from laplace.tuning.objectives import make_loss
 from tests.reference.compare import assert_close
@@ -120,19 +119,6 @@ def test_entropy_of_classes() -> None:
     assert_close(run(entropy_of(get_likelihood("classification")).fresh(), probs, LABELS), entropy, "algebra")
 
 
-@pytest.mark.parametrize(("confidence", "limit"), [(0.5, None), (None, 0.6), (0.6, 0.5), (0.1, 5.0)])
-def test_shortfall_of_thresholds(confidence: float | None, limit: float | None) -> None:
-    probs = LOGITS.softmax(-1)
-    found = run(make_loss(Thresholds(confidence, limit), get_likelihood("classification")).fresh(), probs, LABELS)
-    for p, missed in zip(probs, found.tolist(), strict=True):
-        expected = 0.0
-        if confidence is not None:
-            expected = max(expected, confidence - mean_confidence(p).item())
-        if limit is not None:
-            expected = max(expected, brier(p, LABELS).item() - limit)
-        assert missed == pytest.approx(expected, abs=1e-12)
-
-
 def test_a_certain_prediction_has_a_finite_slope_of_the_entropy() -> None:
     for name in ("classification", "bernoulli"):
         likelihood = get_likelihood(name)
@@ -145,17 +131,11 @@ def test_a_certain_prediction_has_a_finite_slope_of_the_entropy() -> None:
 
 @pytest.mark.parametrize(
     ("name", "likelihood"),
-    [("crps", "classification"), ("brier", "regression"), ("ece", "bernoulli"), (Thresholds(0.9), "regression")],
+    [("crps", "classification"), ("brier", "regression"), ("ece", "bernoulli")],
 )
 def test_scores_without_a_meaning(name: object, likelihood: str) -> None:
     with pytest.raises(UnsupportedError, match=likelihood):
         make_loss(name, get_likelihood(likelihood))
-
-
-@pytest.mark.parametrize("options", [{}, {"confidence": 1.0}, {"confidence": 0.0}, {"brier": 0.0}])
-def test_thresholds_out_of_range(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidArgument):
-        Thresholds(**options)
 
 
 @pytest.mark.parametrize("loss", ["accuracy", 3, [1]])

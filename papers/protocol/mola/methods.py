@@ -15,10 +15,9 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from laplace import MimoBatches, MixtureLaplace, ParametricLaplace, from_mimo, mimo_loss, mimo_outputs
 from laplace.enums import StructureName
-from laplace.errors import InvalidArgument, TuningWarning
+from laplace.errors import TuningWarning
 from laplace.grid import from_names
 from laplace.metrics import accuracy
-from laplace.tuning import Thresholds
 from protocol.baselines.ensemble import mean_probabilities
 from protocol.baselines.swag import RATES, SwagSettings, choose_rate
 from protocol.data import Part, Split
@@ -102,17 +101,21 @@ def tune(
     seed: int = 0,
 ) -> float:
     """Sets the smallest prior precision of the grid with the wanted mean confidence; the largest if none has it."""
+
+    def missed(p: Tensor, _y: Tensor) -> Tensor:
+        """0 from the threshold on: of the candidates that reach it the first is taken."""
+        return (wanted - p.amax(1).double().mean()).clamp(min=0)
+
     grid = {"prior_precision": torch.logspace(-4, 3, n_precisions)}
     generator = torch.Generator().manual_seed(seed) if link == "mc" else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TuningWarning)  # the smallest candidate may do
-        try:
-            la.optimize_hyperparameters(
-                objective=Thresholds(confidence=wanted), val_loader=[(validation.x, validation.y)], grid=grid,
-                link_approx=link, n_samples=n_samples, generator=generator,
-            )  # fmt: skip
-        except InvalidArgument:  # the ensemble itself is less confident
-            la.prior_precision = LARGEST
+        found = la.optimize_hyperparameters(
+            objective=missed, val_loader=[(validation.x, validation.y)], grid=grid, link_approx=link,
+            n_samples=n_samples, generator=generator,
+        )  # fmt: skip
+    if found.value > 0:  # the ensemble itself is less confident
+        la.prior_precision = LARGEST
     return float(la.prior_precision)
 
 

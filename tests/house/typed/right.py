@@ -34,7 +34,6 @@ from laplace.curvature import NativeEF
 from laplace.grid import from_names
 from laplace.likelihoods import Bernoulli
 from laplace.structures import STRUCTURES, DiagCurvature
-from laplace.tuning import Thresholds
 
 x, y = torch.randn(20, 3), torch.randint(2, (20,))
 loader = DataLoader(TensorDataset(x, y), batch_size=10)
@@ -79,7 +78,7 @@ la.optimize_prior_precision()
 la.optimize_prior_precision(method="gridsearch", val_loader=loader, pred_type="nn", link_approx="mc")
 la.optimize_prior_precision("glm", laplace.TuningMethod.MARGLIK, prior_structure="layerwise")
 la.optimize_hyperparameters(["prior_precision", "temperature"], "nll", val_loader=loader)
-la.optimize_hyperparameters("prior_precision", Thresholds(confidence=0.9), method="grid", val_loader=loader)
+la.optimize_hyperparameters("prior_precision", "ece", method="grid", val_loader=loader)
 la.optimize_hyperparameters(objective=lambda probs, labels: -probs[labels].mean(), val_loader=loader)
 la.refine(loader, "map")
 la.prior_precision = 3.0
