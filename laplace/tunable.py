@@ -319,7 +319,7 @@ class Tunable(ABC):
     def optimize_hyperparameters(
         self,
         tune: Tuned | Sequence[Tuned] = "prior_precision",
-        objective: Literal["evidence", "joint_evidence"] | Loss = "evidence",
+        objective: Literal["evidence"] | Loss = "evidence",
         method: SearchName | None = None,
         *,
         prior_structure: PriorStructureName | None = None,
@@ -346,8 +346,7 @@ class Tunable(ABC):
             objective: `"evidence"`, maximised on the training data; or a loss on validation data, minimised: `"nll"`,
                 `"brier"`, `"crps"` (regression), `"ece"` (classification), a running metric or a function, as `loss`
                 of `optimize_prior_precision`. For a mixture of K networks `"evidence"` is log (1/K) Σ_k p(D | M_k),
-                which the best network dominates, and `"joint_evidence"` is Σ_k log p(D | M_k), with equal weights
-                (Eschenhagen et al., 2021, appendix B.2).
+                which the best network dominates.
             method: `"lbfgs"` or `"adam"`: search over logarithms, for differentiable objectives; the best value seen
                 is kept. `"grid"`: for validation losses, with a scalar prior precision. None: `"lbfgs"` for the
                 evidence, else `"grid"`.
@@ -382,25 +381,25 @@ class Tunable(ABC):
         """
         from laplace.tuning.candidates import Predictive
         from laplace.tuning.losses import Validation
-        from laplace.tuning.objectives import EVIDENCES, EvidenceObjective, SmoothLoss, ValidationLoss
+        from laplace.tuning.objectives import EvidenceObjective, SmoothLoss, ValidationLoss
         from laplace.tuning.search import NAMES, Coordinates, Search, SearchOptions, checked_names, make_axes
 
         structure = None if prior_structure is None else str(prior_structure)
-        posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None
+        posteriors, by_evidence = self._group, isinstance(objective, str) and objective == "evidence"
         posteriors.check_structure(structure)
-        method = method or ("grid" if combined is None else "lbfgs")
+        method = method or ("lbfgs" if by_evidence else "grid")
         with posteriors.same_random_states():
             has_noise = posteriors.likelihood.has_noise
-            names = checked_names(tune, has_noise=has_noise, by_evidence=combined is not None)
+            names = checked_names(tune, has_noise=has_noise, by_evidence=by_evidence)
             coordinates = Coordinates.around(posteriors, names, structure)
             if "sigma_noise" not in names:
                 _warn_of_noise(posteriors)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
             options = SearchOptions(method, n_steps, lr, tolerance, progress_bar=progress_bar)
-            if combined is not None:
+            if by_evidence:
                 _refuse_data(val_loader, ood_loader, method)
-                search = Search(EvidenceObjective(replace(posteriors, combined=combined)), coordinates, options)
+                search = Search(EvidenceObjective(posteriors), coordinates, options)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
@@ -413,7 +412,7 @@ class Tunable(ABC):
                 else:
                     search = Search(SmoothLoss(posteriors, objective, data, predictive), coordinates, options)
             result = search.run()
-        self._assign_tuned(posteriors, result, NAMES, by_evidence=combined is not None)
+        self._assign_tuned(posteriors, result, NAMES, by_evidence=by_evidence)
         return result
 
 

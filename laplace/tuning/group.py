@@ -34,7 +34,7 @@ def require_same_data(counts: Sequence[float]) -> None:
     """
     if any(count != counts[0] for count in counts):
         raise InvalidArgument(
-            f"the components were fitted to {list(counts)} data; evidences can only be compared, or added, for the "
+            f"the components were fitted to {list(counts)} data; evidences can only be compared, or averaged, for the "
             "same data."
         )
 
@@ -46,12 +46,10 @@ class PosteriorGroup:
     Attributes:
         posteriors: K fitted posteriors.
         weigh: Function from a group to its mixture weights π, `[K]`, with their graph; None for a single posterior.
-        combined: Function from the components' log evidences `[K]` to that of the group.
     """
 
     posteriors: tuple[Posterior, ...]
     weigh: Callable[[PosteriorGroup], Tensor] | None = None
-    combined: Callable[[Tensor], Tensor] = log_mean_exp
 
     def at(self, hypers: Hyperparameters) -> PosteriorGroup:
         """The posteriors at shared hyper-parameters, with their graph; each keeps its own prior mean."""
@@ -131,10 +129,10 @@ class PosteriorGroup:
         return torch.stack([value.to(values[0].device) for value in values])
 
     def log_evidence(self) -> Tensor:
-        """Log p(D) under a uniform prior over the components, or as `combined` has it, 0-dim."""
+        """Log p(D) under a uniform prior over the components, 0-dim."""
         if len(self.posteriors) == 1:  # a tuning asks a hundred times, for the price of few small operations
             return self.first.log_evidence()
-        return self.combined(self.log_evidences())
+        return log_mean_exp(self.log_evidences())
 
     def candidates(
         self, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool

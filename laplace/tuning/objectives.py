@@ -27,16 +27,13 @@ from laplace.predictive.predict import noise_like
 from laplace.predictive.prediction import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Losses, Predictive
-from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data
+from laplace.tuning.group import PosteriorGroup, require_same_data
 from laplace.tuning.losses import Loss, LossRule, Targets, Validation, entropy_of, make_loss
 from laplace.tuning.search import Coordinates, Grid, Objective, TuningResult
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The evidence
 # ----------------------------------------------------------------------------------------------------------------------
-
-EVIDENCES: dict[str, Callable[[Tensor], Tensor]] = {"evidence": log_mean_exp, "joint_evidence": torch.sum}
-"""Evidence of a mixture from the logarithms of its components' `[K]`, by the name of the objective."""
 
 _SMALLEST_FACTOR = 0.1
 """Factor of δ in one step at least: an estimate of γ may be negative, its expectation is not."""
@@ -53,9 +50,7 @@ class EvidenceObjective(Objective):
     sign: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
-        # Evidences of different numbers of data have no mean; their product may be maximised.
-        if self.group.combined is log_mean_exp:
-            require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
+        require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
 
     def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         with autograd_mode(), torch.enable_grad():

@@ -123,24 +123,6 @@ def test_evidence_climbs_that_of_the_mixture() -> None:
         assert torch.equal(la.prior_precision, mixture.prior_precision)
 
 
-def test_joint_evidence_is_the_product_over_components() -> None:
-    """One δ for all: where the slopes of the components' evidences cancel, which that of the mean's need not be."""
-    mixture = fitted("regression")
-    result = mixture.optimize_hyperparameters(objective="joint_evidence", tolerance=1e-7)
-    assert result.converged
-    total = sum(float(la.log_marginal_likelihood()) for la in mixture.components)
-    assert_close(torch.tensor(total, dtype=torch.float64), result.value, "algebra")
-
-    def joint(logs: torch.Tensor) -> float:
-        with torch.no_grad():
-            return sum(float(la.log_marginal_likelihood(logs.exp())) for la in mixture.components)
-
-    best = mixture.prior_precision.log()
-    assert all(joint(best + step) < result.value for step in (-0.1, 0.1))
-    mixture.optimize_hyperparameters(tolerance=1e-7)
-    assert not torch.allclose(mixture.prior_precision.log(), best, atol=1e-3)
-
-
 @pytest.mark.parametrize("method", ["marglik", "gridsearch"])
 def test_optimize_prior_precision(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The search by the evidence starts at 1, whatever the components had; the best value is kept."""
@@ -207,7 +189,6 @@ def test_refusals() -> None:
 
 
 def test_evidences_of_different_data_are_not_averaged() -> None:
-    """Their product may be maximised: every factor is a number of its own."""
     mixture = fitted("classification", "uniform")
     mixture.components[0].fit(batches("classification")[:1])
     before = [la.prior_precision.clone() for la in mixture.components]
@@ -216,6 +197,3 @@ def test_evidences_of_different_data_are_not_averaged() -> None:
     with pytest.raises(InvalidArgument, match="same data"):
         mixture.optimize_prior_precision(method="marglik")
     assert all(torch.equal(la.prior_precision, one) for la, one in zip(mixture.components, before, strict=True))
-    found = mixture.optimize_hyperparameters(objective="joint_evidence")
-    total = sum(la.log_marginal_likelihood() for la in mixture.components)
-    assert_close(torch.tensor(found.value, dtype=torch.float64), total, "algebra")
