@@ -6,8 +6,9 @@ shapes, dtypes and devices tell why. Errors that a user's own code raises pass a
 
 from __future__ import annotations
 
-import dis
 import inspect
+import linecache
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -28,6 +29,10 @@ _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 _TARGETS = ("labels", "label", "y", "target", "targets")
 """Keys that are not likely to hold inputs."""
+
+_RAISES = re.compile(r"\b(raise|assert)\b")
+_LOOKUP = re.compile(r"""\[\s*["']""")
+"""Code that raises an error of its own, and that asks for a part by its name: `x["name"]`."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CASTS = {torch.float16: "half()", torch.bfloat16: "bfloat16()", torch.float32: "float()", torch.float64: "double()"}
@@ -76,7 +81,7 @@ def _reason(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """Words for inputs that explain an error; None for one that a user's own code raised, or that they do not."""
     layer, given, last = _place(error)
     theirs = last is not None and _module(last).startswith("torch.")
-    if last is None or (not theirs and _instruction(last).opname == "RAISE_VARARGS"):
+    if last is None or (not theirs and _RAISES.search(_source(last))):
         return None
     if layer is not None and not (theirs and type(layer).__module__.startswith("torch.")):
         layer = None
@@ -93,7 +98,7 @@ def _reason(error: Exception, model: nn.Module, x: Inputs) -> str | None:
             return None
         refusing = f"its {named}, {type(layer).__name__}({extra}){shown}"
         return f"the inputs, {describe(x)}, do not fit the network: {refusing}. {words}"
-    if isinstance(x, Tensor) and isinstance(error, (TypeError, IndexError)) and _is_lookup_by_name(last):
+    if isinstance(x, Tensor) and isinstance(error, (TypeError, IndexError)) and _LOOKUP.search(_source(last)):
         return (
             f"the inputs, {describe(x)}, are a tensor, of which the network or forward_fn takes a part that it has not "
             f"({error}). Give inputs in the form of the training data, e.g. a mapping, la({{'x': x}})."
@@ -133,17 +138,9 @@ def _module(trace: TracebackType) -> str:
     return trace.tb_frame.f_globals.get("__name__", "")
 
 
-def _instruction(trace: TracebackType) -> dis.Instruction:
-    """What failed at a place: a call, an operation, or a `raise`."""
-    return next(each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset == trace.tb_lasti)
-
-
-def _is_lookup_by_name(trace: TracebackType) -> bool:
-    """True of `x["name"]`."""
-    before = [each for each in dis.get_instructions(trace.tb_frame.f_code) if each.offset <= trace.tb_lasti]
-    last = before[-1]
-    is_lookup = last.opname == "BINARY_SUBSCR" or last.argrepr == "[]"  # of Python 3.14
-    return is_lookup and len(before) > 1 and isinstance(before[-2].argval, str) and "CONST" in before[-2].opname
+def _source(trace: TracebackType) -> str:
+    """The line of code that failed, "" where it is not known."""
+    return linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
 def _of_dtype(model: nn.Module, x: Inputs, layer: nn.Module | None, given: Any) -> str | None:
