@@ -200,6 +200,25 @@ class LinearMap(ABC):
         """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`, in place."""
 
 
+@dataclass(eq=False)
+class Listening:
+    """What a fit asks of the batches that it sums, besides their curvature; it changes it from batch to batch.
+
+    Attributes:
+        judge: Called, where targets are checked, with the outputs `[B, C]` and them.
+        profile: Called once, by engines that can say, with what a batch shows, before it is summed.
+        outputs: Called once, by engines that have them, with the network's outputs at a batch, `[B, …]`.
+        weights: How often the data of the batch count, `[B]`, or their targets, in the shape of these; None for once.
+        keeps: Whether features of a head are to be kept, in `CurvatureEngine.seen`.
+    """
+
+    judge: Callable[[Tensor, Tensor], None] | None = None
+    profile: Callable[[BatchProfile], None] | None = None
+    outputs: Callable[[Tensor], None] | None = None
+    weights: Tensor | None = None
+    keeps: bool = False
+
+
 class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engine)
     """Base of all engines: every primitive refuses, by type, until an engine offers it.
 
@@ -215,13 +234,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         generator: Source of the draws of sampled curvature, or None.
         takes_gaps: Whether its sums can be of targets of which entries are missing (NaN).
         weighs_data: Whether its sums can be of weighted data.
-        data_weights: How often the data of the batch that is summed count, `[B]`, or their targets, in the shape of
-            these; None for once, see `weighing`.
-        on_profile: Called once, by engines that can say, with what the next batch shows, before it is summed.
-        on_outputs: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
-        judge: Called, where targets are checked, with them and the outputs `[B, C]`.
         seen: Features of a head, as fits saw them, by engines that have them.
-        keeps: Whether the batches that are summed are to be kept there: those of the first reading of a fit.
+        listening: What a fit that is going on asks of the batches that it sums, see `asked`.
     """
 
     kind: str = "ggn"
@@ -229,11 +243,6 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     generator: torch.Generator | None = None
     takes_gaps: bool = False
     weighs_data: bool = False
-    data_weights: Tensor | None = None
-    on_profile: Callable[[BatchProfile], None] | None = None
-    on_outputs: Callable[[Tensor], None] | None = None
-    judge: Callable[[Tensor, Tensor], None] | None = None
-    keeps: bool = False
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         if likelihood.weighs_targets:
@@ -244,6 +253,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self.split_outputs = options.split_outputs
         self.seen = HeadMemory()
+        self.listening = Listening()
         self._logits_checked = False
 
     @property
@@ -260,13 +270,13 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
             )
 
     @contextmanager
-    def weighing(self, weights: Tensor | None) -> Iterator[None]:
-        """Context in which the data of the batch, or their targets one by one, have weights; None for ones."""
-        self.data_weights = weights
+    def asked(self, listening: Listening) -> Iterator[None]:
+        """Context in which a fit asks this of the batches that it sums."""
+        self.listening = listening
         try:
             yield
         finally:
-            self.data_weights = None
+            self.listening = Listening()
 
     def checked(self, f: Tensor, y: Tensor) -> Tensor:
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees are checked to be logits."""
@@ -277,8 +287,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         if not self._logits_checked:
             require_logits(self.likelihood, f, self.problem.dtype)
             self._logits_checked = True
-        if self.judge is not None:
-            self.judge(f.detach(), y)
+        if self.listening.judge is not None:
+            self.listening.judge(f.detach(), y)
         return y
 
     def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:

@@ -34,7 +34,7 @@ from laplace.core.positions import channel_of, target_rows
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
 from laplace.core.random_numbers import check_generator, drawn_seed
-from laplace.engines.engine import BatchSummary, CurvatureEngine, detached, outputs, same_count
+from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, detached, outputs, same_count
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, OutOfMemory, UnsupportedError
 from laplace.fitting import checks, planning, processes
 from laplace.fitting.planning import FitPlan, MemoryCheck
@@ -432,16 +432,13 @@ def sum_data(
     structure = choices.structure
     structure.check(engine.problem.layout, choices.structure_options)
     loss = checks.LossCheck.of(engine)
-    engine.judge = None if loss is None else loss.see
-    try:
-        check = None
-        if options.check_memory:
-            check = MemoryCheck(engine.problem, structure, choices.structure_options, known_length(loader))
-            engine.on_profile = check
-        make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
-        fit = _Readings(loader, engine, make_pass(engine), choices, options, first, content, check).fit()
-    finally:
-        engine.on_profile = engine.on_outputs = engine.judge = None
+    check = None
+    if options.check_memory:
+        check = MemoryCheck(engine.problem, structure, choices.structure_options, known_length(loader))
+    make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
+    listening = Listening(judge=None if loss is None else loss.see, profile=check)
+    with engine.asked(listening):
+        fit = _Readings(loader, engine, listening, make_pass(engine), choices, options, first, content, check).fit()
     if loss is not None:
         loss.require_curved()
     return fit
@@ -457,6 +454,7 @@ class _Readings:
 
     loader: Iterable[Any]
     engine: CurvatureEngine
+    listening: Listening
     data_pass: DataPass
     choices: Choices
     options: FitOptions
@@ -528,7 +526,7 @@ class _Readings:
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch, or after several: some are those of batches before
         dear = operations_are_dear(engine.problem.device)
-        engine.on_outputs, engine.keeps = None if first is None else first.record, first is not None
+        self.listening.outputs, self.listening.keeps = None if first is None else first.record, first is not None
         for number, batch in enumerate(self.loader):
             later = dear and number % _READ_TOGETHER != _READ_TOGETHER - 1
             with _within_memory(number), conditions.collected(later=later), named(f"batch {number}"):
@@ -545,7 +543,7 @@ class _Readings:
             bar.add(len(data[1]))
         conditions.read()
         bar.close()
-        engine.keeps = False
+        self.listening.weights, self.listening.keeps = None, False
         return None if total is None else replace(total, n_data=total.count)
 
     def _all_count(self, number: int) -> bool:
@@ -566,8 +564,8 @@ class _Readings:
 
     def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""
-        problem = self.engine.problem
-        with self.engine.weighing(weights), noticing_swap(problem.module, problem.forward_fn, y):
+        problem, self.listening.weights = self.engine.problem, weights
+        with noticing_swap(problem.module, problem.forward_fn, y):
             new = self.data_pass.add(x, y)
         require_finite(new.loss_terms.isfinite())
         new = replace(new, loss_terms=new.loss_terms.detach())

@@ -337,12 +337,13 @@ class NativeEngine(CurvatureEngine):
         """A forward pass with a proven plan, and checked targets."""
         batch = self.forward(x)
         targets = self.targets(batch.f, y, batch.positions)
-        on_profile, self.on_profile, on_outputs, self.on_outputs = self.on_profile, None, self.on_outputs, None
-        if on_profile is not None:
-            on_profile(self._profile(batch))
-        if on_outputs is not None:
-            on_outputs(batch.capture.f)
-        if self.keeps and self.problem.head is not None:
+        listening = self.listening
+        profile, listening.profile, outputs, listening.outputs = listening.profile, None, listening.outputs, None
+        if profile is not None:
+            profile(self._profile(batch))
+        if outputs is not None:
+            outputs(batch.capture.f)
+        if listening.keeps and self.problem.head is not None:
             self._keep(batch, targets)
         return batch, targets
 
@@ -355,7 +356,7 @@ class NativeEngine(CurvatureEngine):
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
         """Checked targets of outputs f `[B·T, C]`; rows have the weights of their samples, or targets their own."""
         checked = self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
-        weights = self.data_weights
+        weights = self.listening.weights
         if weights is not None and weights.ndim > 1:
             weights = target_rows(weights.to(f.device), f, positions, self.problem.channel_dim)
             if weights.ndim > 1:
