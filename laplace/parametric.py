@@ -50,7 +50,7 @@ from laplace.predictive.predict import Predictor
 from laplace.saving import Recipe, Saved
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.fit import Fit
-from laplace.structures.kron import checked_damping
+from laplace.structures.kron import KronCurvature, checked_damping
 from laplace.structures.own import NoStructure
 from laplace.tunable import Tunable
 from laplace.weights.base import AllWeights, Weights
@@ -1217,7 +1217,7 @@ class SubnetworkAttributes(NamedPosterior):
 
     def _construct(self, given: Mapping[str, Any]) -> None:
         _refuse_asdl_kwargs(given)
-        if given["damping"] and not self.structure.takes_damping:
+        if given["damping"] and not issubclass(self.structure, KronCurvature):
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
             )

@@ -20,8 +20,9 @@ from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import REFINEMENTS, Fitted, Posterior, Refinement
 from laplace.structures.base import Curvature, SignedOptions, move
+from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit
-from laplace.structures.kron import checked_damping
+from laplace.structures.kron import KronCurvature, checked_damping
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
         curvature = _curvature(posterior, stored.H, problem)
         if curvature.n_terms not in (1, stored.n_outputs):
             raise StateError(f"H has {curvature.n_terms} terms; it must have one, or one for each output.")
-        if curvature.is_diagonal and stored.curvature_kind != "hessian" and nested.least(stored.H) < 0:
+        if isinstance(curvature, DiagCurvature) and stored.curvature_kind != "hessian" and nested.least(stored.H) < 0:
             raise StateError("H has negative entries, which no sum of squares has; it was changed or damaged.")
         return _of_state(posterior, stored, curvature)
     except BaseException as error:
@@ -386,7 +387,10 @@ def prior_note(posterior: Posterior) -> str | None:
     if damping:
         factors = "" if damping is True else f", factors as {damping!r}"
         return f"damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ{factors}"
-    if not posterior.choices.structure.exact_prior and not posterior.evidence.prior.is_constant_per_tensor:
+    from laplace.large_structures.ekfac import EkfacCurvature
+
+    in_eigenbases = issubclass(posterior.choices.structure, KronCurvature | EkfacCurvature)
+    if in_eigenbases and not posterior.evidence.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
 

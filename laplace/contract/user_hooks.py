@@ -46,6 +46,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass
+from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit
 from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import Form, Precision
@@ -166,7 +167,7 @@ def posterior_before(la: Any, name: str) -> Precision:
     links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
-        if is_overridden(la, link) and (link != "posterior_variance" or la.structure.is_diagonal):
+        if is_overridden(la, link) and (link != "posterior_variance" or issubclass(la.structure, DiagCurvature)):
             return precision_of_moment(la, link)
     return la.posterior()
 

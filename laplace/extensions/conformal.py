@@ -31,10 +31,12 @@ from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.extensions.asked import posterior_of
+from laplace.gp.subset import SubsetCurvature
 from laplace.likelihoods.checks import check_outputs, refuse_gaps
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.posterior.posterior import Posterior
+from laplace.refinement.leave_one_out import COMPRESSED
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
 from laplace.structures.base import Precision
@@ -157,7 +159,7 @@ def _conformal(
     check_generator(generator)
     _check_likelihood(posterior)
     check_method(method)
-    if not structure.holds_every_input or structure.refined_by_kernels:
+    if issubclass(structure, (*COMPRESSED, SubsetCurvature)):
         raise UnsupportedError(
             f"conformal(train_loader) with hessian_structure={structure.name!r}, which does not hold all that an input "
             "adds; use 'full' over all weights or a last layer, or give val_loader= in place of train_loader."

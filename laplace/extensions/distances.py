@@ -14,6 +14,7 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.extensions.asked import Asked, posterior_of
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
+from laplace.structures.diag import DiagCurvature
 from laplace.weights.problem import Problem
 
 _CHUNK = 2**24
@@ -156,7 +157,7 @@ def _probes(units: Sequence[Tensor], like: Tensor) -> Iterator[Tensor]:
 def _units(posteriors: Sequence[Posterior], n: int) -> list[Tensor]:
     """Indices of weights in blocks between which no precision has entries: single ones under diagonals."""
     everything, layout = torch.arange(n), posteriors[0].problem.layout
-    dense = [posterior for posterior in posteriors if not posterior.choices.structure.is_diagonal]
+    dense = [posterior for posterior in posteriors if not issubclass(posterior.choices.structure, DiagCurvature)]
     if n != layout.n_params:
         return [everything]
     if not dense:

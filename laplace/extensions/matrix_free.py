@@ -617,7 +617,6 @@ class MatrixFreeCurvature(Curvature):
     name = "matrix_free"
     options = MatrixFreeOptions
     holds_inputs = True
-    needs_columns = True
 
     @property
     def n_terms(self) -> int:
@@ -652,6 +651,7 @@ class MatrixFreeCurvature(Curvature):
             kron = KronCurvature.cost(profile, None)
         return replace(
             kron,
+            columns=True,
             fitted=kron.fitted + data + row,
             running=kron.running + data,
             adding=kron.adding + data + row,

@@ -22,6 +22,7 @@ from laplace.curvature import NativeEF
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
 from laplace.extensions.distances import other_weights
 from laplace.extensions.removal import loss_of_part
+from laplace.gp.subset import SubsetCurvature
 from laplace.grid import Laplace
 from laplace.large_structures.krylov import solve
 from laplace.likelihoods.base import Likelihood
@@ -124,7 +125,7 @@ def _checked_to_merge(posteriors: Sequence[L]) -> Sequence[L]:
         la.check_unchanged()
         structure = la.structure
         structure.require_stored("merge")
-        if structure.refined_by_kernels:
+        if issubclass(structure, SubsetCurvature):
             raise UnsupportedError(
                 f"merge with hessian_structure={structure.name!r}, whose curvature is no sum over data; use 'kron', "
                 "'ekfac', 'diag', 'block' or 'full'."

@@ -124,12 +124,9 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
 
     Vectors that a rule explains (scales, shifts) do not count: a diagonal is their usual form.
     """
-    if not fit.curvature.has_factors:
-        return
     sizes: dict[str, int] = {}
-    for slot, form in zip(problem.slots, fit.curvature.forms(), strict=True):
-        is_vector = len(slot.shape) < 2 and "fallback" not in fit.coverage.get(slot.name, "fallback")
-        if form == "exact diagonal" and not is_vector:
+    for slot in (problem.slots[i] for i in fit.curvature.without_factors()):
+        if len(slot.shape) >= 2 or "fallback" in fit.coverage.get(slot.name, "fallback"):
             sizes[slot.name] = slot.size
     share = sum(sizes.values()) / problem.layout.n_params
     if share <= _ACCEPTED:

@@ -129,15 +129,13 @@ def _choice(problem: Problem) -> str:
 
 def _default(profile: BatchProfile, weights: str, structure: type[Curvature]) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem, cannot say, or is refused."""
-    if structure.needs_columns and not profile.n_columns:
-        return None
     options = structure.options()
     try:
         structure.check(profile.layout, options)
         cost = structure.cost(profile, options)
     except (InvalidArgument, UnsupportedError):
         return None
-    if cost.assumed:
+    if cost.assumed or (cost.columns and not profile.n_columns):
         return None
     if profile.refused and not (profile.is_head or cost.vectors):  # products with vectors take no columns
         return None

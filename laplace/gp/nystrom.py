@@ -154,7 +154,6 @@ class NystromCurvature(Curvature):
     directions: Tensor  # Vᵀ, orthonormal rows, `[k, P]`
     gram: Tensor  # G, `[E, k, k]`, float64
     name = "gp"
-    holds_every_input = False
     exact_ggn = True
     weighs_data = False
     options = NystromOptions

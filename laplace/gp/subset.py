@@ -267,8 +267,6 @@ class SubsetCurvature(Curvature):
     name = "gp"
     exact_ggn = True
     weighs_data = False
-    is_variational = True
-    refined_by_kernels = True
     holds_inputs = True
     options = SubsetOptions
 

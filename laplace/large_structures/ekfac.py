@@ -96,11 +96,8 @@ class EkfacCurvature(Curvature):
     bases: tuple[BlockSpectrum, ...]
     corrected: Tensor  # λ*, `[E, P]`; where the block is exact, its diagonal
     name = "ekfac"
-    needs_columns = True
     n_passes = 2
-    exact_prior = False
     by_layer = True
-    has_factors = True
     is_wide = True
 
     def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -125,6 +122,7 @@ class EkfacCurvature(Curvature):
         gradients = 2 * columns * profile.n_data * DOUBLE * widest_gradient(profile)
         wide = DOUBLE // profile.itemsize
         return Cost(
+            columns=True,
             fitted=kron.fitted + bases + wide * diag.fitted,
             running=max(kron.running, kron.fitted + bases + wide * diag.running),
             adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + wide * diag.adding),
@@ -225,6 +223,9 @@ class EkfacCurvature(Curvature):
         corrected = "exact diagonal in the Kronecker eigenbasis"
         blocks = self.kron.parts.blocks
         return tuple(corrected if b.kind == "kron" else form for b, form in zip(blocks, self.kron.forms(), strict=True))
+
+    def without_factors(self) -> tuple[int, ...]:
+        return self.kron.without_factors()
 
 
 def _parts(basis: BlockSpectrum) -> dict[str, Any]:

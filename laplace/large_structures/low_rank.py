@@ -444,10 +444,9 @@ class LowRankCurvature(Curvature):
     cores: Tensor  # M, `[E, r, r]`, float64; of a single term diagonal
     limit: int  # k, the largest rank of a term
     error: float = 0.0  # ‖H U − U Λ‖_F over terms, Euclidean
-    tail: float = 0.0  # Largest eigenvalue that was seen and cut off, absolute
+    tail: float = 0.0  # Largest eigenvalue that was seen and cut off, absolute  # pyright: ignore
     trace: Tensor | None = None  # Tr H of every term where it was measured, `[E]`, else None
     name = "lowrank"
-    holds_every_input = False
     options = LowRankOptions
     n_passes = 2
     is_wide = True

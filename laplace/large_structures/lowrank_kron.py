@@ -495,6 +495,7 @@ def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
     numbers = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
     fitted = wide * diag.fitted + numbers * DOUBLE
     return Cost(
+        columns=True,
         fitted=fitted,
         running=max(wide * diag.running + 2 * sketch, fitted + candidates * DOUBLE),
         adding=max(wide * diag.adding + 2 * sketch, fitted + 4 * DOUBLE * (profile.n_params + candidates)),
@@ -541,8 +542,6 @@ class LowRankKronCurvature(Curvature):
     # None where eigenvalues are products
     corrected: tuple[Tensor, ...] | None = None
     name = "lowrank_kron"
-    holds_every_input = False
-    needs_columns = True
     options = LowRankKronOptions
     n_passes = 2
     is_wide = True

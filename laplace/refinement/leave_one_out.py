@@ -23,12 +23,20 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.enums import LinkApprox, LinkName
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
+from laplace.gp.nystrom import NystromCurvature
+from laplace.gp.subset import SubsetCurvature
+from laplace.large_structures.low_rank import LowRankCurvature
+from laplace.large_structures.lowrank_kron import LowRankKronCurvature
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.weight_space import WeightRefiner
+from laplace.structures.diag import DiagCurvature
+
+COMPRESSED = (DiagCurvature, LowRankCurvature, LowRankKronCurvature, NystromCurvature)
+"""Structures that do not hold all that one input adds to the precision, so that none can be removed again."""
 
 _MOST_CLIPPED = 0.01
 """Share of inputs that may be left at the posterior with all data."""
@@ -82,7 +90,7 @@ def computed(posterior: Posterior, loader: Iterable[Any], link: LinkName, *, pro
     """Predictions of all inputs of a fit, each without itself; errors: see `la.leave_one_out`."""
     posterior.require_fitted()
     structure, likelihood = posterior.choices.structure, posterior.likelihood
-    if not structure.holds_every_input:
+    if issubclass(structure, COMPRESSED):
         raise UnsupportedError(
             f"hessian_structure={structure.name!r} has no leave-one-out predictions: it does not hold all that an "
             "input adds to the precision, so that none can be removed. Use 'full', over all weights or a last layer, "
@@ -91,11 +99,11 @@ def computed(posterior: Posterior, loader: Iterable[Any], link: LinkName, *, pro
     _check_link(likelihood, link)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         posterior.check_unchanged()
-        if structure.refined_by_kernels and posterior.map_fit.curvature.share < 1:  # type: ignore[attr-defined]
+        if issubclass(structure, SubsetCurvature) and posterior.map_fit.curvature.share < 1:  # type: ignore[attr-defined]
             raise UnsupportedError(
                 "the process holds a subset of the data; leave-one-out predictions take n_subset of all of them."
             )
-        make = ProcessRefiner if structure.refined_by_kernels else WeightRefiner
+        make = ProcessRefiner if issubclass(structure, SubsetCurvature) else WeightRefiner
         refiner = make(posterior, loader, RefineOptions(progress_bar=progress_bar))
         refiner.require_same_loss()
         covariance = refiner.covariance()

@@ -27,11 +27,19 @@ from tqdm.auto import tqdm
 
 from laplace.core.precision_policy import widened
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
+from laplace.gp.subset import SubsetCurvature
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior, Refinement
 from laplace.refinement.linear_model import LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.weight_space import WeightRefiner
+from laplace.structures.block import BlockCurvature
+from laplace.structures.diag import DiagCurvature
+from laplace.structures.full import FullCurvature
+from laplace.structures.kron import KronCurvature
+
+_VARIATIONAL = (FullCurvature, BlockCurvature, KronCurvature, DiagCurvature, SubsetCurvature)
+"""Structures whose precision is a sum of curvature and prior that natural gradients move."""
 
 
 def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: RefineOptions) -> Refinement:
@@ -48,7 +56,7 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
     structure = posterior.choices.structure
-    if method == "variational" and not structure.is_variational:
+    if method == "variational" and not issubclass(structure, _VARIATIONAL):
         raise UnsupportedError(
             f"method='variational' with hessian_structure={structure.name!r}, whose precision is no sum of curvature "
             "and prior that natural gradients could move; use hessian_structure='full', 'block', 'kron', 'diag' or "
@@ -56,7 +64,7 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
         )
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         posterior.check_unchanged()
-        refiner = ProcessRefiner if structure.refined_by_kernels else WeightRefiner
+        refiner = ProcessRefiner if issubclass(structure, SubsetCurvature) else WeightRefiner
         refined = _METHODS[method](refiner(posterior, loader, options))
     if not refined.converged:
         warn(

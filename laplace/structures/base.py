@@ -106,44 +106,26 @@ class Curvature(ABC):
         name: Name of the structure, as in `hessian_structure=`.
         options: Class of its options, whose fields are the keys of `structure_kwargs`.
         n_passes: Smallest number of passes over the data.
-        exact_prior: Whether a prior that varies within a tensor is added exactly, not by its diagonal in an eigenbasis.
-        tail: Largest absolute eigenvalue that was computed and left out; 0 if none was.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
-        needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighs_data: Whether data can have weights.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         is_exact: Whether it holds every entry of the curvature, so that a step of Newton's is exact.
-        is_diagonal: Whether the posterior's variances say everything of it.
-        is_variational: Whether `refine(method="variational")` supports this structure.
-        refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
-        holds_every_input: Whether the precision holds all that one input adds, so that it can be removed again.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
         by_layer: Whether its sums take inputs and output gradients of one layer at a time, which hooks see also of a
             network that is spread over processes.
-        has_factors: Whether tensors have Kronecker factors, and exact blocks or diagonals where there are none.
-        takes_damping: Whether its precision has the option `damping`.
     """
 
     name: str
     options: type[Any] = NoOptions
     n_passes: int = 1
-    exact_prior: bool = True
-    tail: float = 0.0
     exact_ggn: bool = False
-    needs_columns: bool = False
     weighs_data: bool = True
     weighed: bool = True
     is_exact: bool = False
-    is_diagonal: bool = False
-    is_variational: bool = False
-    refined_by_kernels: bool = False
-    holds_every_input: bool = True
     is_wide: bool = False
     holds_inputs: bool = False
     by_layer: bool = False
-    has_factors: bool = False
-    takes_damping: bool = False
 
     # Before data are read.
 
@@ -260,6 +242,11 @@ class Curvature(ABC):
         return 0.0
 
     @property
+    def tail(self) -> float:
+        """Largest absolute eigenvalue that was computed and left out; 0 if none was."""
+        return 0.0
+
+    @property
     def share(self) -> float:
         """Share of the data seen that the likelihood of the evidence counts: less than 1 for a subset."""
         return 1.0
@@ -346,6 +333,10 @@ class Curvature(ABC):
 
     def forms(self) -> tuple[str, ...]:
         """Form in which each tensor's block is stored, in words; empty if there is only one form."""
+        return ()
+
+    def without_factors(self) -> tuple[int, ...]:
+        """Tensors that are held by their exact diagonals, of a structure of factors, for want of these."""
         return ()
 
     def public(self) -> Any:

@@ -63,7 +63,6 @@ class BlockCurvature(AdditiveCurvature):
     name = "block"
     matrix_dims = 3
     options = BlockOptions
-    is_variational = True
     is_wide = True
 
     @cached_property

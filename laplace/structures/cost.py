@@ -25,6 +25,7 @@ class Cost:
     posterior: int = 0  # Bytes that the first prediction makes and keeps, or passes through
     projecting: int = 0  # Bytes of what a prediction multiplies out or rotates, and drops
     vectors: int = 0  # With how many vectors the curvature is multiplied; 0 for sums of outer products
+    columns: bool = False  # Whether it is of factors of outer products, which curvature known by products alone lacks
     # Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it
     assumed: bool = False
     note: str = ""  # Words about the form that the structure takes for so many data

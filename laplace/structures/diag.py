@@ -114,11 +114,8 @@ class DiagCurvature(AdditiveCurvature):
 
     values: Tensor  # `[E, P]`
     name = "diag"
-    holds_every_input = False
     options = SignedOptions
-    is_diagonal = True
     by_layer = True
-    is_variational = True
 
     def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return tuple((i,) for i in range(layout.n_tensors))

@@ -102,7 +102,6 @@ class FullCurvature(AdditiveCurvature):
     matrix_dims = 3
     options = SignedOptions
     is_exact = True
-    is_variational = True
     is_wide = True
 
     @classmethod

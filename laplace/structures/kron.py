@@ -434,12 +434,7 @@ class KronCurvature(AdditiveCurvature):
     parts: KronParts  # The factors
     name = "kron"
     matrix_dims = _INPUT_DIMS
-    needs_columns = True
-    is_variational = True
-    exact_prior = False
     by_layer = True
-    has_factors = True
-    takes_damping = True
     is_wide = True
 
     def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -460,6 +455,7 @@ class KronCurvature(AdditiveCurvature):
         fitted = sides.held(profile.n_terms)
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
+            columns=True,
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
@@ -621,6 +617,9 @@ class KronCurvature(AdditiveCurvature):
 
     def forms(self) -> tuple[str, ...]:
         return tuple(_FORMS[block.kind] for block in self.parts.blocks)
+
+    def without_factors(self) -> tuple[int, ...]:
+        return tuple(i for i, form in enumerate(self.forms()) if form == "exact diagonal")
 
 
 def _public_values(spectra: Spectra, scale: Tensor, damping: Damping | None) -> list[list[Tensor]]:
