@@ -1,0 +1,314 @@
+"""Linear heads on fixed features: the mode at many weight decays, exact covariances, and leave-one-out predictions.
+
+A head with logits f_c(x) = w_cᵀ z(x) + b_c, a Gaussian prior N(0, 1/λ) on weights and N(0, 1/δ_b) on intercepts, and
+N labels has a posterior over P = K (D + 1) parameters. Features are the same for all classes and span at most N
+dimensions, so that it is found and inverted class by class, in O(K N³) instead of O(K³ N³) [Rasmussen and Williams,
+2006, section 3.5]. In coordinates z̃ of an orthonormal basis of the span,
+
+    P = diag(A_1, …, A_K) − Xᵀ X,    A_c = Σ_n m_n p_nc z̃_n z̃_nᵀ + prior,    row n of X: √m_n (p_n1 z̃_n, …, p_nK z̃_n),
+    P⁻¹ = A⁻¹ + A⁻¹ Xᵀ (I − X A⁻¹ Xᵀ)⁻¹ X A⁻¹.
+
+Outside of the span the prior stays. Everything is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace.core.precision_policy import widened
+
+INTERCEPT = 0.1
+"""δ_b, the prior precision of intercepts: a class without a label keeps about the probability of one label in N."""
+
+DECAYS = tuple(0.03 * (100 / 0.03) ** (k / 7) for k in range(8))
+"""Weight decays λ that are tried, on standardised features."""
+
+_MAX_STEPS, _MAX_CG = 50, 200
+_DONE = 1e-9  # of a Newton step, in posterior standard deviations
+_REST = 1e-9  # smallest eigenvalue of I − ΛΣ of a datum that is left out
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Standardised features in an orthonormal basis of what those of the data span.
+
+    Attributes:
+        mean, scale: Of every feature, `[D]`.
+        vectors: The basis, `[D, R]`.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, features: Tensor, counts: Tensor) -> Basis:
+        """The basis of data `[N, D]` that count `[N]` times; constant features have the scale 1."""
+        x, share = widened(features), (counts / counts.sum()).unsqueeze(1)
+        mean = (share * x).sum(0)
+        scale = (share * (x - mean).square()).sum(0).sqrt()
+        floor = len(x) * torch.finfo(x.dtype).eps * x.abs().amax(0)
+        scale = torch.where(scale > floor, scale, 1.0)
+        centred = (x - mean) / scale
+        gram = centred @ centred.T if len(x) <= x.shape[1] else centred.T @ centred
+        values, vectors = torch.linalg.eigh(gram)
+        kept = values > len(values) * torch.finfo(x.dtype).eps * values.amax().clamp(min=1e-300)
+        values, vectors = values[kept], vectors[:, kept]
+        basis = centred.T @ (vectors / values.sqrt()) if len(x) <= x.shape[1] else vectors
+        if len(x) <= x.shape[1] and basis.numel():
+            basis = torch.linalg.qr(basis).Q  # small eigenvalues leave columns that are not quite orthogonal
+        return cls(mean, scale, basis)
+
+    def coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates with a 1 at the end, `[B, R + 1]`, and the squared distance from the span, `[B]`."""
+        z = (widened(features) - self.mean) / self.scale
+        inside = z @ self.vectors
+        outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0)
+        return torch.cat([inside, torch.ones_like(inside[:, :1])], 1), outside
+
+    def prior(self, decay: float) -> Tensor:
+        """Prior precisions of coordinates and intercept, `[R + 1]`."""
+        n = self.vectors.shape[1]
+        return self.mean.new_tensor([decay] * n + [INTERCEPT])
+
+    def weights(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the standardised features, `[K, D]`, and intercepts `[K]`, of coordinates `[R + 1, K]`."""
+        return (self.vectors @ at[:-1]).T, at[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """Outputs of every datum under the posterior of all others, by one Newton step.
+
+    Attributes:
+        mean: `[N, K]`.
+        covariance: `[N, K, K]`, of classes those of logits less their mean.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """`[N, K]`."""
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Data of a head: features that differ, with the mean of the targets of each.
+
+    Attributes:
+        z: Coordinates with a 1 at the end, `[N, R + 1]`.
+        targets: Shares of the labels, `[N, K]`, or mean numbers `[N, 1]`.
+        counts: How often every datum counts, m, `[N]`.
+    """
+
+    z: Tensor
+    targets: Tensor
+    counts: Tensor
+
+    # Of classes.
+
+    def objective(self, prior: Tensor, at: Tensor) -> Tensor:
+        """Negative log posterior up to a constant, 0-dim."""
+        f = self.z @ at
+        losses = f.logsumexp(1) - (f * self.targets).sum(1)
+        return self.counts @ losses + 0.5 * (prior @ at.square()).sum()
+
+    def probabilities(self, at: Tensor) -> Tensor:
+        """`[N, K]`."""
+        return (self.z @ at).softmax(1)
+
+    def gradient(self, prior: Tensor, at: Tensor, p: Tensor) -> Tensor:
+        """`[R + 1, K]`."""
+        return self.z.T @ (self.counts.unsqueeze(1) * (p - self.targets)) + prior.unsqueeze(1) * at
+
+    def product(self, prior: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        """P v of `[R + 1, K]`."""
+        moved = p * (self.z @ v)
+        moved = moved - p * moved.sum(1, keepdim=True)
+        return self.z.T @ (self.counts.unsqueeze(1) * moved) + prior.unsqueeze(1) * v
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """P⁻¹ of a softmax head, class by class.
+
+    Attributes:
+        roots: L_c⁻¹ of A_c = L_c L_cᵀ, `[K, R + 1, R + 1]`.
+        coupling: C⁻¹ X_c A_c⁻¹ with C Cᵀ = I − X A⁻¹ Xᵀ, `[K, N, R + 1]`.
+    """
+
+    roots: Tensor
+    coupling: Tensor
+
+    @classmethod
+    def of(cls, data: Labelled, prior: Tensor, p: Tensor) -> Inverse:
+        """At probabilities `[N, K]` of the data."""
+        weighted = (data.counts.unsqueeze(1) * p).T.unsqueeze(2) * data.z  # `[K, N, R + 1]`
+        own = data.z.T @ weighted + prior.diag()
+        roots = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(own), torch.eye(len(prior), dtype=prior.dtype, device=prior.device), upper=False
+        )
+        rows = weighted / data.counts.sqrt().unsqueeze(1)
+        white = rows @ roots.mT
+        white_rows = white.movedim(0, 1).flatten(1)
+        left = torch.eye(len(data.z), dtype=prior.dtype, device=prior.device) - white_rows @ white_rows.T
+        factor = torch.linalg.cholesky(left)
+        coupling = torch.linalg.solve_triangular(factor, white, upper=False) @ roots
+        return cls(roots, coupling)
+
+    def solve(self, v: Tensor) -> Tensor:
+        """P⁻¹ v of `[R + 1, K]`."""
+        columns = v.T.unsqueeze(2)
+        own = self.roots.mT @ (self.roots @ columns)
+        shared = (self.coupling @ columns).sum(0)
+        return (own + self.coupling.mT @ shared).squeeze(2).T
+
+    def covariance(self, z: Tensor, outside: Tensor) -> Tensor:
+        """Covariances of logits less their mean, `[B, K, K]`; `outside` are prior variances off the span, `[B]`."""
+        own = (self.roots @ z.T).square().sum(1).T + outside.unsqueeze(1)
+        shared = (self.coupling @ z.T).movedim(2, 0)  # `[B, K, N]`
+        return _centred(shared @ shared.mT + own.diag_embed())
+
+
+def _centred(covariance: Tensor) -> Tensor:
+    """Π Σ Π with Π = I − 11ᵀ/K: what all classes share changes no probability, and would widen every logit."""
+    rows = covariance - covariance.mean(-1, keepdim=True)
+    return rows - rows.mean(-2, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxHead:
+    """A head of K classes at the mode of its prior, and its posterior.
+
+    Attributes:
+        decay: λ.
+        at: Coordinates of the weights, `[R + 1, K]`.
+        inverse: P⁻¹.
+    """
+
+    decay: float
+    at: Tensor
+    inverse: Inverse
+
+    def moments(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Means `[B, K]` and covariances `[B, K, K]` of logits less their mean, at coordinates of a basis."""
+        f = z @ self.at
+        return f - f.mean(1, keepdim=True), self.inverse.covariance(z, outside / self.decay)
+
+    def left_out(self, data: Labelled) -> LeftOut:
+        """Moments of every datum without it: μ + Σ₋ g, Σ₋ = Σ (I − ΛΣ)⁻¹, g and Λ those of its loss."""
+        p, count = data.probabilities(self.at), data.counts.view(-1, 1, 1)
+        mean, covariance = self.moments(data.z, torch.zeros_like(data.counts))
+        hessian = count * (p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1))
+        eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+        without = torch.linalg.solve(eye - covariance @ hessian, covariance)
+        without = 0.5 * (without + without.mT)
+        gradient = data.counts.unsqueeze(1) * (p - data.targets)
+        return LeftOut(mean + (without @ gradient.unsqueeze(2)).squeeze(2), without)
+
+
+def softmax_heads(data: Labelled, basis: Basis, decays: Sequence[float] = DECAYS) -> Iterator[SoftmaxHead]:
+    """Heads at the modes of all weight decays, from the largest down; each starts at the one before."""
+    at = torch.zeros(data.z.shape[1], data.targets.shape[1], dtype=data.z.dtype, device=data.z.device)
+    inverse = None
+    for decay in sorted(decays, reverse=True):
+        prior = basis.prior(decay)
+        if inverse is None:
+            inverse = Inverse.of(data, prior, data.probabilities(at))
+        at = _mode(data, prior, at, inverse.solve)
+        inverse = Inverse.of(data, prior, data.probabilities(at))
+        yield SoftmaxHead(decay, at, inverse)
+
+
+def _mode(data: Labelled, prior: Tensor, at: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
+    """The minimum of the objective by Newton's method; `near` solves with about the matrix of second derivatives."""
+    value = data.objective(prior, at)
+    for _ in range(_MAX_STEPS):
+        p = data.probabilities(at)
+        gradient = data.gradient(prior, at, p)
+        step, decrement = _newton_step(data, prior, p, gradient, near)
+        new = data.objective(prior, at - step)
+        while new > value + 1e-12 * value.abs() and decrement > _DONE**2:
+            step = 0.5 * step
+            new = data.objective(prior, at - step)
+        at, value = at - step, new
+        if decrement < _DONE**2:
+            break
+    return at
+
+
+def _newton_step(
+    data: Labelled, prior: Tensor, p: Tensor, gradient: Tensor, near: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, float]:
+    """P⁻¹ g by preconditioned conjugate gradients, and gᵀ P⁻¹ g."""
+    x, left = torch.zeros_like(gradient), gradient
+    direction = solved = near(left)
+    size = first = float((left * solved).sum())
+    for _ in range(_MAX_CG):
+        product = data.product(prior, p, direction)
+        rate = size / float((direction * product).sum())
+        x, left = x + rate * direction, left - rate * product
+        solved = near(left)
+        new = float((left * solved).sum())
+        if new <= 1e-6 * min(1.0, first) * first or new < _DONE**4:
+            break
+        direction, size = solved + new / size * direction, new
+    return x, float((x * gradient).sum())
+
+
+# Real numbers.
+
+
+@dataclass(frozen=True, eq=False)
+class RidgeHead:
+    """A head of one real number at the mode of its prior, and its posterior; λ is in units of the noise.
+
+    Attributes:
+        decay: λ = δ σ².
+        at: Coordinates of the weights, `[R + 1, 1]`.
+        root: L⁻¹ of Z̃ᵀ M Z̃ + prior = L Lᵀ with the counts M, `[R + 1, R + 1]`.
+        noise: σ², 0-dim: the mean square of left-out residuals, in units of their own variance.
+    """
+
+    decay: float
+    at: Tensor
+    root: Tensor
+    noise: Tensor
+
+    def moments(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Means `[B, 1]` and covariances `[B, 1, 1]` of the function, at coordinates of a basis."""
+        share = (self.root @ z.T).square().sum(0) + outside / self.decay
+        return z @ self.at, (self.noise * share).view(-1, 1, 1)
+
+    def left_out(self, data: Labelled) -> LeftOut:
+        """Moments of every datum without it, exactly."""
+        mean, share = self._without(data)
+        return LeftOut(mean, (self.noise * share).view(-1, 1, 1))
+
+    def _without(self, data: Labelled) -> tuple[Tensor, Tensor]:
+        """Means `[N, 1]`, and variances in units of the noise `[N]`."""
+        share = (self.root @ data.z.T).square().sum(0)
+        share = share / (1 - data.counts * share)
+        mean = data.z @ self.at
+        return mean - (data.counts * share).unsqueeze(1) * (data.targets - mean), share
+
+
+def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: Basis) -> Iterator[RidgeHead]:
+    """Heads at all weight decays; the noise is that of targets `[M, 1]`, each of the datum of its index `[M]`."""
+    weighted = data.counts.unsqueeze(1) * data.z
+    for decay in DECAYS:
+        precision = data.z.T @ weighted + basis.prior(decay).diag()
+        eye = torch.eye(len(precision), dtype=precision.dtype, device=precision.device)
+        root = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
+        at = root.mT @ (root @ (weighted.T @ data.targets))
+        head = RidgeHead(decay, at, root, torch.ones_like(precision[0, 0]))
+        mean, share = head._without(data)
+        residuals = (y - mean[index]).square().squeeze(1)
+        yield replace(head, noise=(residuals / (1 + share[index])).mean())

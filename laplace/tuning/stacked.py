@@ -1,0 +1,70 @@
+"""A posterior at several temperatures and scales of its covariance at once, weighted by what they say of left-out data.
+
+Of outputs with mean μ and variance v, candidate k says softmax(μ/T_k) under the variance c_k v/T_k² (probit), or
+N(μ, (T_k σ)² + c_k v) of real numbers. T = 1, c = 0 is the network.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.tuning.stacking import stacking_weights
+
+TEMPERATURES = (0.7, 1.0, 1.4, 2.0, 3.0)
+"""T that are tried."""
+
+SCALES = (0.0, 0.01, 0.1, 1.0)
+"""c that are tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """A mixture of predictions that differ in temperature and scale.
+
+    Attributes:
+        temperatures: T, `[S]`.
+        scales: c, `[S]`.
+        weights: `[S]`.
+    """
+
+    temperatures: Tensor
+    scales: Tensor
+    weights: Tensor
+
+    @classmethod
+    def equal(cls, like: Tensor) -> Stacked:
+        """Every pair of a temperature and a scale, with equal weights."""
+        pairs = like.new_tensor([(t, c) for t in TEMPERATURES for c in SCALES])
+        return cls(pairs[:, 0], pairs[:, 1], like.new_full((len(pairs),), 1 / len(pairs)))
+
+    @classmethod
+    def of_classes(cls, mean: Tensor, variance: Tensor, labels: Tensor, counts: Tensor) -> Stacked:
+        """Weights by left-out labels `[N]` that count `[N]` times, at moments `[N, K]` of their logits."""
+        candidates = cls.equal(mean)
+        densities = candidates.log_probabilities(mean, variance)[:, torch.arange(len(labels)), labels].T
+        return cls(candidates.temperatures, candidates.scales, stacking_weights(densities, counts))
+
+    @classmethod
+    def of_numbers(cls, mean: Tensor, variance: Tensor, noise: Tensor, y: Tensor) -> Stacked:
+        """Weights by left-out targets `[N, 1]`, at moments `[N, 1]` of their means and the noise σ²."""
+        candidates = cls.equal(mean)
+        total = candidates.variances(variance, noise)
+        densities = -0.5 * ((y - mean).square() / total + total.log() + math.log(2 * math.pi)).sum(2)
+        return cls(candidates.temperatures, candidates.scales, stacking_weights(densities.T))
+
+    def log_probabilities(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Of every candidate, `[S, B, K]`."""
+        squares, scales = self.temperatures.square().view(-1, 1, 1), self.scales.view(-1, 1, 1)
+        return (mean / (squares + math.pi / 8 * scales * variance).sqrt()).log_softmax(2)
+
+    def probabilities(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Σ_k w_k p_k, `[B, K]`."""
+        return torch.einsum("s,sbk->bk", self.weights, self.log_probabilities(mean, variance).exp())
+
+    def variances(self, variance: Tensor, noise: Tensor) -> Tensor:
+        """(T σ)² + c v of every candidate, `[S, B, 1]`."""
+        return self.temperatures.square().view(-1, 1, 1) * noise + self.scales.view(-1, 1, 1) * variance
