@@ -27,6 +27,15 @@ INTERCEPT = 0.1
 DECAYS = tuple(0.03 * (100 / 0.03) ** (k / 7) for k in range(8))
 """Weight decays λ that are tried, on standardised features."""
 
+
+def decays_of(n_classes: int) -> list[float]:
+    """Weight decays of the rows of a softmax head, from the largest down.
+
+    Two rows of two classes hold half of the weights of one logit each: of them it is 2λ.
+    """
+    return [2 * decay if n_classes == 2 else decay for decay in reversed(DECAYS)]
+
+
 _MAX_STEPS, _MAX_CG = 50, 200
 _DONE = 1e-9  # of a Newton step, in posterior standard deviations
 _REST = 1e-9  # smallest eigenvalue of I − ΛΣ of a datum that is left out
@@ -68,7 +77,7 @@ class Basis:
         z = (widened(features) - self.mean) / self.scale
         inside = z @ self.vectors
         outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0)
-        return torch.cat([inside, torch.ones_like(inside[:, :1])], 1), outside
+        return torch.cat([inside, inside.new_ones(len(inside), 1)], 1), outside
 
     def prior(self, decay: float) -> Tensor:
         """Prior precisions of coordinates and intercept, `[R + 1]`."""
@@ -214,11 +223,11 @@ class SoftmaxHead:
         return LeftOut(mean + (without @ gradient.unsqueeze(2)).squeeze(2), without)
 
 
-def softmax_heads(data: Labelled, basis: Basis, decays: Sequence[float] = DECAYS) -> Iterator[SoftmaxHead]:
-    """Heads at the modes of all weight decays, from the largest down; each starts at the one before."""
+def softmax_heads(data: Labelled, basis: Basis, decays: Sequence[float] | None = None) -> Iterator[SoftmaxHead]:
+    """Heads at the modes of weight decays, in turn; each starts at the one before. None for those of `decays_of`."""
     at = torch.zeros(data.z.shape[1], data.targets.shape[1], dtype=data.z.dtype, device=data.z.device)
     inverse = None
-    for decay in sorted(decays, reverse=True):
+    for decay in decays_of(data.targets.shape[1]) if decays is None else decays:
         prior = basis.prior(decay)
         if inverse is None:
             inverse = Inverse.of(data, prior, data.probabilities(at))
@@ -252,12 +261,14 @@ def _newton_step(
     direction = solved = near(left)
     size = first = float((left * solved).sum())
     for _ in range(_MAX_CG):
+        if size <= _DONE**4:
+            break
         product = data.product(prior, p, direction)
         rate = size / float((direction * product).sum())
         x, left = x + rate * direction, left - rate * product
         solved = near(left)
         new = float((left * solved).sum())
-        if new <= 1e-6 * min(1.0, first) * first or new < _DONE**4:
+        if new <= 1e-6 * min(1.0, first) * first:
             break
         direction, size = solved + new / size * direction, new
     return x, float((x * gradient).sum())

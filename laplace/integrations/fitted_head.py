@@ -95,15 +95,16 @@ class FittedHead:
         )
         counts = counts[labels]
         data, index, basis = _distinct(features, nn.functional.one_hot(labels, n_classes), counts)
+        scored = counts * _has_others(index, labels, n_classes)
 
         def score(one: SoftmaxHead) -> tuple[Tensor, SoftmaxHead, Tensor, Tensor]:
             left = one.left_out(data)
             log_p = left.mean.log_softmax(1)[index, labels]
-            return counts @ log_p, one, left.mean[index], left.variance[index]
+            return scored @ log_p, one, left.mean[index], left.variance[index]
 
         best = max((score(one) for one in softmax_heads(data, basis)), key=lambda found: float(found[0]))
         _, head, mean, variance = best
-        stacked = Stacked.of_classes(mean, variance, labels, counts)
+        stacked = Stacked.of_classes(mean, variance, labels, scored)
         return cls(features, labels, weights, basis, head, stacked, mean, variance)
 
     @classmethod
@@ -220,6 +221,17 @@ def _likelihood(is_regression: bool, class_weight: tuple[float, ...] | None) -> 
     if is_regression:
         return get_likelihood("regression")
     return Categorical(class_weight=class_weight)
+
+
+def _has_others(index: Tensor, labels: Tensor, n_classes: int) -> Tensor:
+    """1 for every datum whose class has labels of other inputs, else 0, `[N]`; of all 1 where no class has.
+
+    Without its only label a head does not know a class: what it says of it is not what it says with the label.
+    """
+    members = torch.zeros(int(index.max()) + 1, n_classes, dtype=wide_dtype())
+    members[index, labels] = 1
+    others = (members.sum(0) > 1)[labels].to(members)
+    return others if bool(others.any()) else torch.ones_like(others)
 
 
 def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labelled, Tensor, Basis]:
