@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace.core.cached import cached_property
 from laplace.core.precision_policy import widened
 
 INTERCEPT = 0.1
@@ -185,6 +186,19 @@ class Inverse:
         shared = (self.coupling @ z.T).movedim(2, 0)  # `[B, K, N]`
         return _centred(shared @ shared.mT + own.diag_embed())
 
+    @cached_property
+    def forms(self) -> Tensor:
+        """Q_c of the variances z̃ᵀ Q_c z̃ of logits less their mean, `[K, R + 1, R + 1]`."""
+        n = len(self.roots)
+        own = self.roots.mT @ self.roots
+        shared = self.coupling - self.coupling.mean(0)
+        return (1 - 2 / n) * own + own.mean(0) / n + shared.mT @ shared
+
+    def variance(self, z: Tensor, outside: Tensor) -> Tensor:
+        """The diagonals of `covariance`, `[B, K]`, of few inputs in less time."""
+        n = len(self.roots)
+        return ((z @ self.forms) * z).sum(2).T.clamp(min=0) + (1 - 1 / n) * outside.unsqueeze(1)
+
 
 def _centred(covariance: Tensor) -> Tensor:
     """Π Σ Π with Π = I − 11ᵀ/K: what all classes share changes no probability, and would widen every logit."""
@@ -210,6 +224,11 @@ class SoftmaxHead:
         """Means `[B, K]` and covariances `[B, K, K]` of logits less their mean, at coordinates of a basis."""
         f = z @ self.at
         return f - f.mean(1, keepdim=True), self.inverse.covariance(z, outside / self.decay)
+
+    def marginals(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances alone, `[B, K]`."""
+        f = z @ self.at
+        return f - f.mean(1, keepdim=True), self.inverse.variance(z, outside / self.decay)
 
     def left_out(self, data: Labelled) -> LeftOut:
         """Moments of every datum without it: μ + Σ₋ g, Σ₋ = Σ (I − ΛΣ)⁻¹, g and Λ those of its loss."""
@@ -297,6 +316,11 @@ class RidgeHead:
         """Means `[B, 1]` and covariances `[B, 1, 1]` of the function, at coordinates of a basis."""
         share = (self.root @ z.T).square().sum(0) + outside / self.decay
         return z @ self.at, (self.noise * share).view(-1, 1, 1)
+
+    def marginals(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances, `[B, 1]`."""
+        mean, covariance = self.moments(z, outside)
+        return mean, covariance.flatten(1)
 
     def left_out(self, data: Labelled) -> LeftOut:
         """Moments of every datum without it, exactly."""

@@ -41,7 +41,9 @@ from laplace.parametric import ParametricLaplace
 from laplace.predictive.prediction import Prediction
 
 if TYPE_CHECKING:
-    from laplace.integrations.sklearn import DecisionHead as DecisionHead
+    from laplace.integrations.sklearn import DecisionHead
+
+    __all__ = ["Decision", "DecisionHead", "Threshold", "decision", "load"]
 
 __getattr__, __dir__ = lazy.attached(
     __name__, lazy.at("laplace.integrations.sklearn", "DecisionHead"), lambda name: False
@@ -272,9 +274,7 @@ class Decision:
             raise UnsupportedError("choose of a rating; its mean and variance are head(inputs).")
         confidence, index = self(inputs).max(1)
         answered = confidence >= float(threshold)
-        return [
-            self.choices[k] if known else None for k, known in zip(index.tolist(), answered.tolist(), strict=True)
-        ]
+        return [self.choices[k] if known else None for k, known in zip(index.tolist(), answered.tolist(), strict=True)]
 
     def _own_answers(self, inputs: Any) -> Tensor:
         try:
@@ -306,12 +306,14 @@ class Decision:
             NotFittedError: Before `fit`.
         """
         if self._fitted is None:
-            raise NotFittedError(f"the decision has no head yet: call head.fit(inputs, labels), {LEAST_LABELS} or more.")
+            raise NotFittedError(
+                f"the decision has no head yet: call head.fit(inputs, labels), {LEAST_LABELS} or more."
+            )
         return self._fitted
 
     @property
     def la(self) -> ParametricLaplace:
-        """The head's posterior, at temperature 1, for everything else: `laplace.acquire(head.la, head.features(pool), 5)`.
+        """The head's posterior at temperature 1, for all else: `laplace.acquire(head.la, head.features(x), 5)`.
 
         Its inputs are features. With more than 5,000 data × choices its curvature has Kronecker factors; predictions of
         the decision itself are exact for any number.
@@ -321,9 +323,7 @@ class Decision:
         """
         return self.fitted.la
 
-    def threshold(
-        self, risk: float, confidence: float = 0.9, *, inputs: Any = None, labels: Any = None
-    ) -> Threshold:
+    def threshold(self, risk: float, confidence: float = 0.9, *, inputs: Any = None, labels: Any = None) -> Threshold:
         """The least probability at which answers are wrong with a share of at most `risk`: below it, pass on.
 
         Learn then test (Angelopoulos et al., 2021): from the surest down, thresholds are tested in turn by the binomial
@@ -506,10 +506,16 @@ def _indices(labels: Any, choices: tuple[Any, ...]) -> Tensor:
     if not any(isinstance(choice, int | float) for choice in choices):
         place |= {k: k for k in range(len(choices))}
     given = _plain(labels)
-    unknown = [label for label in given if not _is_key(label) or label not in place or isinstance(label, bool) and label not in choices]
+    unknown = [
+        label
+        for label in given
+        if not _is_key(label) or label not in place or (isinstance(label, bool) and label not in choices)
+    ]
     if unknown:
         some = ", ".join(map(repr, dict.fromkeys(map(str, unknown[:3]))))
-        raise InvalidData(f"{len(unknown)} labels are none of the choices, e.g. {some}; accepted are {list(choices)[:10]}.")
+        raise InvalidData(
+            f"{len(unknown)} labels are none of the choices, e.g. {some}; accepted are {list(choices)[:10]}."
+        )
     return torch.tensor([place[label] for label in given], dtype=torch.int64)
 
 
@@ -529,9 +535,7 @@ def _numbers(labels: Any) -> Tensor:
     return found
 
 
-def _class_weights(
-    given: Any, choices: tuple[Any, ...] | None, counts: Tensor | None
-) -> tuple[float, ...] | None:
+def _class_weights(given: Any, choices: tuple[Any, ...] | None, counts: Tensor | None) -> tuple[float, ...] | None:
     """A weight for every choice; None for 1. Those that balance depend on the counts of the labels, `[K]`."""
     if given is None:
         return None
@@ -547,7 +551,9 @@ def _class_weights(
     if isinstance(given, Mapping):
         unknown = [choice for choice in given if choice not in choices]
         if unknown:
-            raise InvalidArgument(f"class_weight has {unknown[0]!r}, which is none of the choices {list(choices)[:10]}.")
+            raise InvalidArgument(
+                f"class_weight has {unknown[0]!r}, which is none of the choices {list(choices)[:10]}."
+            )
         given = [given.get(choice, 1.0) for choice in choices]
     weights = tuple(float(weight) for weight in given)
     if len(weights) != len(choices) or not all(0 < weight < math.inf for weight in weights):

@@ -141,9 +141,11 @@ class Encoder:
         lengths = torch.tensor([len(row["input_ids"]) for row in tokens])
         longest = int(lengths.max())
         batch = {
-            name: torch.tensor([row[name] + [pad if name == "input_ids" else 0] * (longest - len(row[name])) for row in tokens])
+            name: nn.utils.rnn.pad_sequence(
+                [torch.tensor(row[name]) for row in tokens], True, pad if name == "input_ids" else 0
+            )
             for name in tokens[0]
-        }  # fmt: skip
+        }
         return batch | {"attention_mask": (torch.arange(longest) < lengths.unsqueeze(1)).long()}
 
     # Whether model and tokenizer are those of the fit.
@@ -211,11 +213,15 @@ def as_features(inputs: Any) -> Tensor:
         InvalidData: Anything else.
     """
     if are_texts(inputs):
-        raise InvalidData("texts were given to a head without a model; give decision(model, tokenizer, …), or features.")
+        raise InvalidData(
+            "texts were given to a head without a model; give decision(model, tokenizer, …), or features."
+        )
     try:
         found = inputs.detach().cpu() if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))
     except (TypeError, ValueError) as error:
-        raise InvalidData(f"features are a {type(inputs).__name__}; a tensor or an array [N, D] is accepted.") from error
+        raise InvalidData(
+            f"features are a {type(inputs).__name__}; a tensor or an array [N, D] is accepted."
+        ) from error
     if found.ndim != 2 or not found.numel():
         raise InvalidData(f"features of shape {list(found.shape)}; [N, D] is accepted.")
     return found if found.dtype in (torch.float32, torch.float64) else found.float()
@@ -312,7 +318,9 @@ class ZeroShot:
         if not is_causal(encoder.model) or encoder.tokenizer is None:
             raise UnsupportedError("the model writes no text, so that it has no answers of its own: fit labels first.")
         if len(choices) > len(_MARKS):
-            raise UnsupportedError(f"{len(choices)} choices; a model is asked for {len(_MARKS)} at most without labels.")
+            raise UnsupportedError(
+                f"{len(choices)} choices; a model is asked for {len(_MARKS)} at most without labels."
+            )
         self.encoder, self.choices, self.question = encoder, [str(choice) for choice in choices], question
         marks = _MARKS[: len(choices)]
         spaced = [encoder.tokenizer.encode(f" {mark}", add_special_tokens=False) for mark in marks]

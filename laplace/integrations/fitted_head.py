@@ -95,16 +95,15 @@ class FittedHead:
         )
         counts = counts[labels]
         data, index, basis = _distinct(features, nn.functional.one_hot(labels, n_classes), counts)
-        scored = counts * _has_others(index, labels, n_classes)
 
         def score(one: SoftmaxHead) -> tuple[Tensor, SoftmaxHead, Tensor, Tensor]:
             left = one.left_out(data)
             log_p = left.mean.log_softmax(1)[index, labels]
-            return scored @ log_p, one, left.mean[index], left.variance[index]
+            return counts @ log_p, one, left.mean[index], left.variance[index]
 
         best = max((score(one) for one in softmax_heads(data, basis)), key=lambda found: float(found[0]))
         _, head, mean, variance = best
-        stacked = Stacked.of_classes(mean, variance, labels, scored)
+        stacked = Stacked.of_classes(mean, variance, labels, counts)
         return cls(features, labels, weights, basis, head, stacked, mean, variance)
 
     @classmethod
@@ -134,20 +133,23 @@ class FittedHead:
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Means `[B, K]` and covariances `[B, K, K]` of logits less their mean, or of the function `[B, 1]`."""
+        mean, covariance = self.head.moments(*self._coordinates(features))
+        return mean * self.unit + self.shift, covariance * self.unit**2
+
+    def _coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:
         n_features = len(self.basis.mean)
         if features.ndim != 2 or features.shape[1] != n_features:
             raise InvalidData(f"features of shape {list(features.shape)}; the head was fitted to [N, {n_features}].")
-        mean, covariance = self.head.moments(*self.basis.coordinates(features))
-        return mean * self.unit + self.shift, covariance * self.unit**2
+        return self.basis.coordinates(features)
 
     def call(self, features: Tensor) -> Any:
         """Probabilities `[B, K]`, or mean and variance of a number, `[B, 1]` each."""
-        mean, covariance = self.moments(features)
-        variance = covariance.diagonal(dim1=1, dim2=2)
+        mean, variance = self.head.marginals(*self._coordinates(features))
         if not self.is_regression:
             return self.stacked.probabilities(mean, variance)
-        weights, noise = self.stacked.weights.view(-1, 1, 1), self._noise
-        return mean, (weights * self.stacked.variances(variance, noise)).sum(0)
+        mean, variance = mean * self.unit + self.shift, variance * self.unit**2
+        weights = self.stacked.weights.view(-1, 1, 1)
+        return mean, (weights * self.stacked.variances(variance, self._noise)).sum(0)
 
     def predict(self, features: Tensor, n_samples: int = 100, generator: Generator | None = None) -> Prediction:
         """The mixture as a `Prediction`; samples are drawn where they are read."""
@@ -221,17 +223,6 @@ def _likelihood(is_regression: bool, class_weight: tuple[float, ...] | None) -> 
     if is_regression:
         return get_likelihood("regression")
     return Categorical(class_weight=class_weight)
-
-
-def _has_others(index: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """1 for every datum whose class has labels of other inputs, else 0, `[N]`; of all 1 where no class has.
-
-    Without its only label a head does not know a class: what it says of it is not what it says with the label.
-    """
-    members = torch.zeros(int(index.max()) + 1, n_classes, dtype=wide_dtype())
-    members[index, labels] = 1
-    others = (members.sum(0) > 1)[labels].to(members)
-    return others if bool(others.any()) else torch.ones_like(others)
 
 
 def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labelled, Tensor, Basis]:

@@ -17,12 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.grid import from_names
+from laplace.integrations.fitted_head import FittedHead
 from laplace.network.model_guard import apart
 from laplace.parametric import ParametricLaplace
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_random_state
+    from sklearn.utils.class_weight import compute_class_weight
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
@@ -397,6 +399,78 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
 
     def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
         la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
+
+
+class DecisionHead(ClassifierMixin, BaseEstimator):
+    """Classifier for few labels on features of a frozen model: `laplace.integrations.decision` for arrays.
+
+    Nothing is to be chosen: weight decay, posterior, temperatures and scales are found from the labels, by exact
+    leave-one-out predictions.
+
+    Example:
+        DecisionHead().fit(features, y).predict_proba(more_features)
+
+    Args:
+        class_weight: How often data of every class count: None for once, `"balanced"`, or a mapping from classes.
+
+    Attributes:
+        classes_: The class labels, sorted.
+        head_: The fitted head, with left-out predictions; `head_.predict(features)` is a `Prediction`.
+        la_: Its posterior, a Laplace object over the weights of the head.
+        n_features_in_: Number of features.
+        feature_names_in_: Names of the features, if X was a DataFrame.
+    """
+
+    def __init__(self, *, class_weight: str | Mapping[Any, float] | None = None) -> None:
+        self.class_weight = class_weight
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> DecisionHead:
+        """Finds head and posterior.
+
+        Args:
+            X: Features, `[N, D]`.
+            y: Labels, `[N]`.
+
+        Raises:
+            InvalidArgument: Fewer than two classes.
+        """
+        given: tuple[Any, Any] = (X, y)
+        checked: Any = validate_data(self, *given)
+        features, labels = checked
+        check_classification_targets(labels)
+        self.classes_, targets = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise InvalidArgument(f"y has one class alone, {self.classes_.tolist()}; a classifier needs two.")
+        weights = compute_class_weight(self.class_weight, classes=self.classes_, y=labels)  # pyright: ignore[reportArgumentType]
+        self.head_ = FittedHead.of_classes(
+            _features(features),
+            torch.tensor(targets, dtype=torch.int64),
+            len(self.classes_),
+            None if self.class_weight is None else weights.tolist(),
+        )
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
+        """Class probabilities, `[N, C]`."""
+        check_is_fitted(self)
+        checked: Any = validate_data(self, X, reset=False)  # pyright: ignore[reportArgumentType]
+        probabilities = _array_of(self.head_.call(_features(checked)))
+        return probabilities / probabilities.sum(1, keepdims=True)
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """The most probable labels, `[N]`."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[probabilities.argmax(1)]
+
+    @property
+    def la_(self) -> ParametricLaplace:
+        """The head's posterior over its weights; its inputs are features."""
+        check_is_fitted(self)
+        return self.head_.la
+
+
+def _features(values: NDArray[Any]) -> Tensor:
+    return torch.tensor(values, dtype=wide_dtype())
 
 
 # The built-in network, a multilayer perceptron on standardised features, and training by a loss with a Gaussian prior.

@@ -24,7 +24,8 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from laplace import Laplace
 from laplace.errors import InvalidArgument, TuningWarning
-from laplace.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+from laplace.integrations.decision import decision
+from laplace.integrations.sklearn import DecisionHead, LaplaceClassifier, LaplaceRegressor
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # clean data, tuned by evidence
 
@@ -294,3 +295,25 @@ def test_the_evidence_is_of_targets_in_their_own_units() -> None:
         clone(make).fit(PATIENTS[:60], scale * PROGRESS[:60]).log_marginal_likelihood() for scale in (1, 10)
     )
     np.testing.assert_allclose(tenfold, once - 60 * np.log(10), rtol=1e-6)
+
+
+# Decision heads.
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the checks do on purpose
+def test_a_decision_head_passes_all_checks_of_scikit_learn() -> None:
+    results = check_estimator(DecisionHead(), on_fail=None, on_skip=None)
+    assert [result["check_name"] for result in results if result["status"] == "failed"] == []
+    assert sum(result["status"] == "passed" for result in results) >= 50
+
+
+def test_a_decision_head_is_the_decision_on_features() -> None:
+    few = np.random.default_rng(0).permutation(len(SPECIES))[:60]
+    names = np.array(["setosa", "versicolor", "virginica"])[SPECIES]
+    head = DecisionHead().fit(FLOWERS[few], names[few])
+    expected = decision(None, None, sorted(set(names))).fit(FLOWERS[few], names[few])(FLOWERS)
+    np.testing.assert_allclose(head.predict_proba(FLOWERS), expected.numpy(), rtol=1e-10)
+    assert head.score(FLOWERS, names) > 0.9 and head.la_.n_params == 15
+    even = clone(head).set_params(class_weight="balanced").fit(FLOWERS[:80], names[:80])
+    assert even.head_.class_weight == pytest.approx((0.8, 80 / 60))
+    assert len(pickle.loads(pickle.dumps(head)).predict(FLOWERS)) == len(FLOWERS)
