@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import acquiring, data, knows, language, methods, page, rules, scores, targets
+from benchmarks.quality import acquiring, data, knows, language, methods, page, rules, scores, summary, targets
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
@@ -52,7 +52,7 @@ def test_results_are_of_all_rows() -> None:
 
 
 def test_one_row_of_each_kind(quick: list[dict[str, Any]]) -> None:
-    for row, columns in zip(quick, (8, 7), strict=True):
+    for row, columns in zip(quick, (10, 7), strict=True):
         (split,) = row["splits"]
         assert len(split) == columns
         assert all(math.isfinite(line["nll"]) for line in split)
@@ -65,6 +65,41 @@ def test_quick_rows_make_a_table(quick: list[dict[str, Any]]) -> None:
     assert line.startswith("| iris | ") and line.count(" ± .000") == len(page.COLUMNS)
     assert page.unseen(quick[:1]).splitlines()[-1].count(" ± .000") == len(page.SCORES)
     assert len(targets.targets({"rows": quick})) == 11
+
+
+def test_the_opening_table_by_hand() -> None:
+    """Two rows of two splits each; a posterior that a row lacks is taken by the next one."""
+
+    def line(method: str, posterior: str, nll: float, error: float = 0.1, **more: Any) -> dict[str, Any]:
+        scores = {"nll": nll, "brier": nll, "aurc": nll, "ece": nll, "ece_floor": 0.0, "auroc": -nll}
+        changed = {"noise": (10 * nll, 0.0, 0.0)}
+        return {
+            "method": method,
+            "posterior": posterior,
+            "paired": (nll - 1, error),
+            "shifts": changed,
+            **scores,
+            **more,
+        }
+
+    def row(n_val: int, posterior: str, *nlls: float) -> dict[str, Any]:
+        runs = [[line(methods.NETWORK, "", 1.0), line(methods.CALIBRATE, posterior, nll)] for nll in nlls]
+        return {"name": "row", "sizes": [9, n_val, 9], "splits": runs}
+
+    rows = [row(30, summary.LAST, 0.9, 1.3), row(90, summary.ALL, 0.8, 1.1005)]
+    found = summary.Summary.of(rows, methods.CALIBRATE, (summary.ALL, summary.LAST))
+    assert found is not None
+    assert found.nll == pytest.approx((0.025125, 0.175125))  # −.15 and +.20025 on the two splits
+    assert (found.within, found.within_least) == (0.5, 0.75)
+    assert (found.worst, found.worst_many) == pytest.approx((1.3, 1.1005))
+    assert found.shift == pytest.approx((0.25125, 1.75125))
+    assert found.auroc_worst == pytest.approx(-0.1) and found.trainings == 0
+    assert summary.Summary.of(rows, methods.SNAPSHOTS, (summary.LAST,)) is None
+    assert summary.opening(rows).splitlines()[-1].startswith("| calibrate, all weights | +.025 ± .175 | .50 (.75) |")
+    counted = [
+        {**one, "splits": [[split[0], {**split[1], "trainings": 1.5}] for split in one["splits"]]} for one in rows
+    ]
+    assert summary.Summary.of(counted, methods.CALIBRATE, (summary.ALL, summary.LAST)).trainings == 1.5  # type: ignore[union-attr]
 
 
 def test_questions_are_answered_by_most_of_their_words() -> None:
