@@ -20,7 +20,6 @@ from torch import Tensor
 from laplace.core import eigen, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
-from laplace.core.gaussian import centred_variance
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
@@ -33,7 +32,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
 from laplace.errors import CurvatureError, OutOfMemory
-from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape, chunks
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
@@ -68,11 +67,15 @@ class HeadRoots:
     n_outputs: int  # C
 
     @classmethod
-    def of(cls, root: Tensor, order: Tensor, dtype: torch.dtype) -> HeadRoots:
-        """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature)."""
+    def of(cls, root: Tensor, order: Tensor, dtype: torch.dtype, *, centred: bool = False) -> HeadRoots:
+        """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature).
+
+        Or, `centred`, those of the outputs less their mean.
+        """
+        shared = torch.stack([root[entries].mean(0) for entries in order.T]) if centred else 0.0  # [D, P]
         # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
         mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
-        lower = torch.stack([torch.linalg.qr(root[entries].T, mode)[1].T for entries in order]).to(dtype)
+        lower = torch.stack([torch.linalg.qr((root[entries] - shared).T, mode)[1].T for entries in order]).to(dtype)
         starts = range(0, order.shape[1], _COLUMNS)
         columns = (lower[:, start:, start : start + _COLUMNS].permute(1, 2, 0).flatten(1) for start in starts)
         return cls(tuple(part.contiguous() for part in columns), len(order))
@@ -324,9 +327,7 @@ class FullPrecision(Precision):
     def centred_variance(self, jacobian: Jacobian) -> Tensor:
         if not jacobian.is_head:
             return super().centred_variance(jacobian)
-        # Blocks between a head's outputs serve all features: J of their differences would have entries of every output.
-        rows = chunks(jacobian.n_data, jacobian.n_cotangents**2, jacobian.device)
-        return torch.cat([centred_variance(self.variance(jacobian.at(some), "full")) for some in rows])
+        return self._head_diagonal(jacobian, centred=True).to(jacobian.summed_in(self._dtype))
 
     def _contracted(self, jacobian: Jacobian, form: Form) -> Tensor:
         if form == "diagonal" and jacobian.is_head:
@@ -342,12 +343,12 @@ class FullPrecision(Precision):
         coloured = (self._coloured(piece) for piece in jacobian.pieces())
         return torch.cat([rows.square().sum(2) if form == "diagonal" else row_gram(rows) for rows in coloured])
 
-    def _head_diagonal(self, jacobian: Jacobian) -> Tensor:
-        """Variances of a head's outputs, `[B, C]`."""
+    def _head_diagonal(self, jacobian: Jacobian, *, centred: bool = False) -> Tensor:
+        """Variances of a head's outputs, `[B, C]`, or of these less their mean."""
         features = jacobian.head_features()
         dtype = self._root_dtype if jacobian.summed_in(self._dtype) == self._dtype else self._factor.dtype
-        key = (features.shape[1], dtype, self._has_graph)
-        roots = self._recent_head(key, lambda: HeadRoots.of(self.root, jacobian.head_places(), dtype))
+        key = (features.shape[1], dtype, self._has_graph, centred)
+        roots = self._recent_head(key, lambda: HeadRoots.of(self.root, jacobian.head_places(), dtype, centred=centred))
         return roots.variances(features)
 
     @cached_property
