@@ -254,6 +254,12 @@ def centred(f: Tensor) -> Tensor:
     return (f - (f / f.shape[-1]).sum(-1, keepdim=True)).clamp(-largest, largest)
 
 
+def against_others(centred_variance: Tensor) -> Tensor:
+    """Variances of f_c less the mean of the other outputs, `[..., C]`, from those of f_c less the mean of all."""
+    n_outputs = centred_variance.shape[-1]
+    return centred_variance * (n_outputs / max(1, n_outputs - 1)) ** 2
+
+
 def centred_variance(covariance: Tensor) -> Tensor:
     """Variances of f − mean f, diag(Π Σ Π) with Π = I − 11ᵀ/C, `[..., C]`, of covariances `[..., C, C]`.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from laplace.core.checks import is_true
-from laplace.core.gaussian import Gaussian, centred, centred_variance, centred_variance_of_independent
+from laplace.core.gaussian import Gaussian, against_others, centred, centred_variance, centred_variance_of_independent
 from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.registry import Registry
@@ -88,14 +88,16 @@ def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax
 
 
 def probit_centred(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax) -> Tensor:
-    """Probit approximation of the centred latents: that of Π μ and Π Σ Π with Π = I − 11ᵀ/C, `[B, C]`.
+    """Probit approximation of every latent against the mean of the others, `[B, C]`.
 
+    That is softmax(Π μ / √(1 + π/8 · v)) with Π = I − 11ᵀ/C and v = (C / (C − 1))² diag(Π Σ Π), the variances of
+    f_c − Σ_{k≠c} f_k / (C − 1). Of two classes it is MacKay's approximation for the sigmoid of their difference.
     Softmax ignores a shift of all latents, and so does this: 11ᵀ added to Σ changes nothing, while `probit` counts it
     as doubt. The shift is 12 to 62 % of the variance of a softmax regression, whose curvature knows nothing of it.
     """
     of_variances = Gaussian(mean, covariance).is_diagonal
     variance = centred_variance_of_independent(covariance) if of_variances else centred_variance(covariance)
-    return probit(centred(mean), variance, inverse_link)
+    return probit(centred(mean), against_others(variance), inverse_link)
 
 
 def monte_carlo(

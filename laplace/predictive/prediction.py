@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.gaussian import Gaussian, centred, mixture_of, normal_of
+from laplace.core.gaussian import Gaussian, against_others, centred, mixture_of, normal_of
 from laplace.core.positions import OutputRows, in_users_layout, unrolled
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
@@ -547,7 +547,7 @@ class PosteriorOutputs:
             return self.target_moments.mean
         of_centred = likelihood.target.centred_link(likelihood, self.options.link)
         if of_centred is not None:
-            return likelihood.predict(centred(self._centred.mean), self._centred.covariance, of_centred)
+            return likelihood.predict(centred(self._centred.mean), against_others(self._centred.covariance), of_centred)
         gaussian = self.link_input
         return likelihood.predict(
             gaussian.mean, gaussian.covariance, self.options.link, self.options.n_samples, self.draws()

@@ -15,7 +15,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.gaussian import centred
+from laplace.core.gaussian import against_others, centred
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.pieces import bytes_at_once
@@ -112,7 +112,7 @@ class Summaries:
     def of_gaussian(self, mean: Tensor, variance: Tensor) -> Prediction:
         """Summary of f with mean `[B, C]`, and variances `[B, C]` as of `contraction` or covariances `[B, C, C]`."""
         if self.centred_link is not None and variance.ndim == mean.ndim:
-            return self.likelihood.predict(centred(mean), variance, self.centred_link)
+            return self.likelihood.predict(centred(mean), against_others(variance), self.centred_link)
         return self.likelihood.target.summary(
             self.likelihood, mean, variance, self.predictive.link_approx, self.predictive.n_samples,
             self.draws(), for_scores=self.for_scores,

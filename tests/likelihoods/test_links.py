@@ -64,7 +64,7 @@ def test_probit_centred_of_two_classes() -> None:
     mean, covariance = latents(2)
     difference = mean[:, 0] - mean[:, 1]
     variance = covariance[:, 0, 0] - 2 * covariance[:, 0, 1] + covariance[:, 1, 1]
-    expected = torch.sigmoid(difference / (1 + math.pi / 32 * variance).sqrt())
+    expected = torch.sigmoid(difference / (1 + math.pi / 8 * variance).sqrt())
     assert_close(probit_centred(mean, covariance)[:, 0], expected, "algebra")
 
 

@@ -27,7 +27,8 @@ def probit(mean: Tensor, variance: Tensor) -> Tensor:
 def probit_centred(mean: Tensor, variance: Tensor) -> Tensor:
     """The same of Π μ and Π Σ Π, with Π = I − 11ᵀ/C: logits less their mean, `[B, C]`."""
     centring = torch.eye(mean.shape[1], dtype=mean.dtype) - 1 / mean.shape[1]
-    return probit(mean @ centring, centring @ variance @ centring)
+    against = mean.shape[1] / (mean.shape[1] - 1)  # an output less the mean of the others
+    return probit(mean @ centring, against**2 * centring @ variance @ centring)
 
 
 def bernoulli_probit(mean: Tensor, variance: Tensor) -> Tensor:
