@@ -97,7 +97,7 @@ class LaplaceWarning(UserWarning):
 
 
 class InstallationWarning(LaplaceWarning):
-    """Another package of the same import name is installed in the environment."""
+    """A package that was asked for is missing, or another one of our import name lies in the environment."""
 
 
 class TuningWarning(LaplaceWarning):

@@ -235,8 +235,8 @@ class AsdlInterface(CurvatureInterface):
     Args:
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 
-    Raises:
-        MissingDependency: By the first batch, if the package is not installed.
+    Warns:
+        InstallationWarning: The package cannot be imported, so that the native engine computes, with the same results.
     """
 
     engine_options = ("memory_budget",)

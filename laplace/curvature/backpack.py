@@ -339,8 +339,8 @@ class BackPackInterface(CurvatureInterface):
     Args:
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 
-    Raises:
-        MissingDependency: By the first batch, if the package is not installed.
+    Warns:
+        InstallationWarning: The package cannot be imported, so that the native engine computes, with the same results.
     """
 
     engine_options = ("memory_budget",)

@@ -29,7 +29,7 @@ from laplace.network.model_guard import without_fused_layers
 from laplace.weights.problem import Problem
 
 INSTALL = (
-    "pip install --no-deps 'curvlinops-for-pytorch>=3.0.1' backpack-for-pytorch unfoldNd einconv and then "
+    "pip install --no-deps 'curvlinops-for-pytorch>=2.0' backpack-for-pytorch unfoldNd einconv and then "
     "pip install einops opt-einsum linear-operator scipy leave an installed PyTorch as it is"
 )
 
@@ -53,8 +53,14 @@ class CurvlinopsEngine(PackageEngine):
         self.scale = self.factor**2 if self.squared else self.factor
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
-        whole = {"full": self._full, "blocks": self._blocks, "matmul": self._matmul}
-        return whole if self.fisher_type is None else {**whole, "kron": self._kron}
+        # The operators of version 2 multiply arrays of float32 only.
+        products = {"full": self._full, "blocks": self._blocks, "matmul": self._matmul} if self._of_tensors else {}
+        return products if self.fisher_type is None else {**products, "kron": self._kron}
+
+    @property
+    def _of_tensors(self) -> bool:
+        """True if operators take tensors, as they do from version 3 on."""
+        return hasattr(self.api.KFACLinearOperator, "compute_kronecker_factors")
 
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         if primitive != "kron":
@@ -166,7 +172,8 @@ class CurvlinopsEngine(PackageEngine):
             kfac_approx=self.options.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
             **self._drawn(),
         )  # fmt: skip
-        kfac.compute_kronecker_factors()  # once: a second call would add to the first
+        # Once: a second call would add to the first.
+        (kfac.compute_kronecker_factors if self._of_tensors else kfac._compute_kfac)()
         names = {module: name for name, module in batch.module.named_modules()}
         return {i: self._layer_factors(batch, i, kfac, names) for i in slots}
 
@@ -231,8 +238,8 @@ class CurvlinopsInterface(CurvatureInterface):
     Args:
         memory_budget: Bytes of activations of vectorised passes that are held at once.
 
-    Raises:
-        MissingDependency: By the first batch, if the package is not installed.
+    Warns:
+        InstallationWarning: The package cannot be imported, so that the native engine computes, with the same results.
     """
 
     engine_options = ("memory_budget",)

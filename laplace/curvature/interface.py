@@ -219,7 +219,9 @@ class CurvatureInterface:
             )
         options = {name: given[name] for name in cls.engine_options if name in given}
         options |= {name: given[other] for other, name in cls.synonyms.items() if given.get(other) is not None}
-        return cls.engine_type(problem, likelihood, EngineOptions(**options, split_outputs=split_outputs, loss=loss))
+        return cls.engine_type.make(
+            problem, likelihood, EngineOptions(**options, split_outputs=split_outputs, loss=loss)
+        )
 
     def engine(
         self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False, **options: Any
@@ -232,7 +234,7 @@ class CurvatureInterface:
             split_outputs: Keep one curvature term per output.
             **options: Options that the user's own `diag` and `kron` are called with.
         """
-        builtin = self.engine_type(problem, likelihood, replace(self._options, split_outputs=split_outputs))
+        builtin = self.engine_type.make(problem, likelihood, replace(self._options, split_outputs=split_outputs))
         return with_users_methods(self, builtin, METHODS, options)
 
     @property
@@ -249,7 +251,7 @@ class CurvatureInterface:
         key = last_layer or self.last_layer
         if key not in self._engines:  # kept, so that random draws go on from call to call
             problem = self._weights(last_layer=key).discover(x)
-            self._engines[key] = self.engine_type(problem, get_likelihood(self.likelihood), self._options)
+            self._engines[key] = self.engine_type.make(problem, get_likelihood(self.likelihood), self._options)
         return with_users_methods(self, self._engines[key], DERIVATIVES - set(without), {})
 
     def _weights(self, *, last_layer: bool) -> Weights:

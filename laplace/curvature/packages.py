@@ -35,7 +35,7 @@ from laplace.engines.native.kinds import HessianEngine, OuterEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
 from laplace.engines.sinks import BlockSink, DiagSink, KronSink, ProductSink, Sink
-from laplace.errors import CurvatureError, MissingDependency, ignore
+from laplace.errors import CurvatureError, InstallationWarning, MissingDependency, ignore, warn
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.likelihoods.categorical import classes_of
@@ -194,6 +194,18 @@ class PackageEngine(CurvatureEngine):
         self.generator = self.native.generator if options.stochastic else None
         self.loss, self.factor = likelihood.torch_loss()
         self._reasons: Reasons = {}
+
+    @classmethod
+    def make(cls, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> CurvatureEngine:
+        """The package's engine; where it cannot be imported the native one of the same kind, with one warning."""
+        try:
+            return cls(problem, likelihood, options)
+        except MissingDependency as missing:
+            if cls.package not in _MISSED:
+                message = f"backend={cls.name} is computed by the native engine, with the same results: {missing}."
+                warn(message, InstallationWarning)
+                _MISSED.add(cls.package)
+            return cls.native_type(problem, likelihood, options)
 
     # The package's own table.
 
@@ -365,12 +377,20 @@ _OF_PACKAGES = (
 """Warnings of PyTorch of what packages call, which are no news to the user."""
 
 
+_MISSED: set[str] = set()
+"""Packages of which was warned that they are missing."""
+
+
 def imported(load: Callable[[], ModuleType], name: str, install: str) -> ModuleType:
-    """An optional package; `install` is the command that brings it and leaves PyTorch alone."""
+    """An optional package; `install` is the command that brings it and leaves PyTorch alone.
+
+    Raises:
+        MissingDependency: The package is missing, or its import fails, as that of a torchvision beside another PyTorch.
+    """
     ignore(*_OF_PACKAGES)
     try:
         return load()
-    except ImportError as error:
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}") from error
 
 

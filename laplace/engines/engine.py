@@ -256,6 +256,11 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.listening = Listening()
         self._logits_checked = False
 
+    @classmethod
+    def make(cls, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> CurvatureEngine:
+        """An engine of this class, or of another one that computes the same."""
+        return cls(problem, likelihood, options)
+
     @property
     def target_rules(self) -> TargetRules:
         """Rules for targets: the likelihood's, unless a loss was assigned."""

@@ -26,7 +26,9 @@ from laplace.curvature import (
     NativeGGN,
     NativeHessian,
 )
-from laplace.errors import MissingDependency
+from laplace.curvature.asdl import batch_gradient
+from laplace.engines.native.kinds import GGNEngine, HessianEngine
+from laplace.errors import InstallationWarning, MissingDependency
 from tests.curvature.layers import STEPS, Built, chain, dense_jacobian, network, truth
 from tests.reference.compare import assert_close
 
@@ -211,8 +213,6 @@ def test_both_packages_on_one_model_in_turns() -> None:
 
 
 def test_batch_gradient_is_the_package_s_own_and_its_traces_stop_no_other_package() -> None:
-    from laplace.curvature.asdl import batch_gradient
-
     shared, known = network("modules")
     case = Built(copy.deepcopy(shared.model), shared.x, shared.y)
 
@@ -237,9 +237,12 @@ def test_another_package_of_the_same_name_is_told_apart(monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "asdl", ModuleType("asdl"))
     case, _ = network("modules")
-    for backend in (AsdlGGN, AsdlHessian):
-        with pytest.raises(MissingDependency, match="pip install --no-deps asdfghjkl"):
-            case.engine(backend)
+    for backend, native in ((AsdlGGN, GGNEngine), (AsdlHessian, HessianEngine)):
+        monkeypatch.setattr("laplace.curvature.packages._MISSED", set())
+        with pytest.warns(InstallationWarning, match="pip install --no-deps asdfghjkl"):
+            assert type(case.engine(backend)) is native
+    with pytest.raises(MissingDependency, match="pip install --no-deps asdfghjkl"):
+        batch_gradient(case.model, lambda: None)
 
 
 def test_the_names_of_the_former_module_mean_these_backends() -> None:
