@@ -281,8 +281,11 @@ class Categorical(SoftmaxLikelihood):
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64, or probabilities `[B, C]`.
 
+        Floating rows that are no probabilities have the loss of `CrossEntropyLoss`, and a warning.
+
         Raises:
-            InvalidData: One output only, another shape or dtype, labels out of range, rows that are no probabilities.
+            InvalidData: One output only, another shape or dtype, labels out of range, or rows that are no probabilities
+                where these are integers or classes have weights.
         """
         check_outputs(f)
         if self.class_weight is not None and len(self.class_weight) != f.shape[1]:
@@ -295,7 +298,7 @@ class Categorical(SoftmaxLikelihood):
                 "One output was given, and the softmax of one class is always 1. For binary targets with a single "
                 "logit use likelihood='bernoulli', or give the network two outputs."
             )
-        return check_labels(f, y, self.ignore_index)
+        return check_labels(f, y, self.ignore_index, any_rows=self.class_weight is None)
 
     def inverse_link(self, f: Tensor) -> Tensor:
         """Softmax over the last dimension."""

@@ -15,7 +15,7 @@ from laplace.core import batch as batches
 from laplace.core.checks import require, where_not_finite
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import ApproximationWarning, InvalidData, UnsupportedError, warn
+from laplace.errors import ApproximationWarning, DataWarning, InvalidData, UnsupportedError, warn
 
 if TYPE_CHECKING:
     from laplace.likelihoods.base import Likelihood
@@ -105,11 +105,14 @@ def require_finite_targets(y: Tensor, *, gaps: bool = False) -> None:
     )
 
 
-def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Integer labels `[B]`, in [0, C) or `ignore_index`, as int64, or soft labels `[B, C]` in the dtype of f."""
+def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None, *, any_rows: bool = False) -> Tensor:
+    """Integer labels `[B]`, in [0, C) or `ignore_index`, as int64, or soft labels `[B, C]` in the dtype of f.
+
+    With `any_rows`, floating rows that are no probabilities pass, with a warning.
+    """
     given = check_tensor(y)
     if given.shape == f.shape:
-        return check_soft_labels(f, given)
+        return check_soft_labels(f, given, any_rows=any_rows and given.is_floating_point())
     if given.shape != f.shape[:1]:
         raise InvalidData(
             f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape "
@@ -155,14 +158,22 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
     return torch.where(right, labels, 0)  # until the condition is read no label may index what is not there
 
 
-def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
-    """Rows of probabilities `[B, C]`, one-hot integers among them, in the dtype of f; sums are made exact."""
+def check_soft_labels(f: Tensor, y: Tensor, *, any_rows: bool = False) -> Tensor:
+    """Rows of probabilities `[B, C]`, one-hot integers among them, in the dtype of f; sums are made exact.
+
+    With `any_rows`, other rows are as they are, and warned of: a cross-entropy has a value at these, too.
+    """
     given = y.to(f.device)
     rows = widened(given)
     sums = rows.sum(1, keepdim=True)
     # Labels were rounded to float32 or less before whatever cast; sqrt(ε) leaves room for any sum of rounded entries.
     rounding = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
     tolerance = max(rounding, torch.finfo(torch.float32).eps) ** 0.5
+    if any_rows:
+        right = (rows >= 0).all(1, keepdim=True) & ((sums - 1).abs() <= tolerance)
+        require_finite_targets(rows)
+        require(right, lambda: _warn_of_rows(rows, sums))
+        return torch.where(right, rows / sums, rows).to(f.dtype)
     require(
         rows >= 0,
         lambda: InvalidData(
@@ -179,6 +190,17 @@ def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
         ),
     )
     return (rows / sums).to(f.dtype)
+
+
+def _warn_of_rows(rows: Tensor, sums: Tensor) -> None:
+    warn(
+        f"Targets {list(rows.shape)} are no probabilities of the classes: the smallest is {rows.min().item():.3g}, and "
+        f"sums of rows reach from {sums.min().item():.6g} to {sums.max().item():.6g}. The loss is that of "
+        "torch.nn.CrossEntropyLoss; a GGN does not depend on labels. Give y / y.sum(-1, keepdim=True), or integer "
+        f"labels {list(rows.shape[:1])}; for numbers say likelihood='regression', and by channel_dim= which dimension "
+        "of the outputs holds the classes.",
+        DataWarning,
+    )
 
 
 def snapped(values: Tensor) -> Tensor:

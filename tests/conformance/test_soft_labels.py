@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from laplace import ELLA, FunctionalLaplace, Laplace, MixtureLaplace, OnlineLaplace, VaLLA, marglik_training
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
+from laplace.errors import DataWarning, InvalidData
 from laplace.likelihoods import Categorical
 from laplace.metrics import RunningNLLMetric, accuracy, brier, expected_calibration_error, nll
 from tests import grid
@@ -63,6 +64,44 @@ def test_one_hot_rows_are_labels_in_every_curvature(structure: str, kind: str) -
     la.fit(one_hot(case.problem.batches(2)[::-1], "integer"))
     if structure != "ekfac":
         same(la, expected, "in another order")
+
+
+ODD_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "any numbers": lambda rows: rows,
+    "too large a sum": lambda rows: rows.abs() + 1,
+    "zeros": torch.zeros_like,
+    "some rows": lambda rows: torch.cat([rows[:2], rows[2:].softmax(-1)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ODD_ROWS)
+def test_floating_rows_that_are_no_probabilities_have_the_loss_of_a_cross_entropy(rows: str, kind: str) -> None:
+    model = catalogue.get("mlp_classification").make_model()
+    x = catalogue.get("mlp_classification").x
+    y = ODD_ROWS[rows](torch.randn(len(x), 3, generator=torch.Generator().manual_seed(0)).double())
+    names = reference.trainable_names(model)
+    la = Laplace(model, "classification", "all", "full", backend=KINDS[kind], prior_precision=1e3)
+    with pytest.warns(DataWarning, match=r"no probabilities of the classes.*CrossEntropyLoss"):
+        la.fit([(x[:3], y[:3]), (x[3:], y[3:])])
+    assert_close(la.loss, nn.functional.cross_entropy(model(x), y, reduction="sum").detach(), "algebra")
+    truths = {"ggn": reference.ggn, "ef": reference.empirical_fisher, "hessian": reference.exact_hessian}
+    labels = torch.zeros(len(x), dtype=torch.long) if kind == "ggn" else y
+    assert_close(la.H, truths[kind](model, x, labels, names, "classification"), "algebra")
+
+
+def test_rows_that_are_no_probabilities_are_refused_where_they_have_no_meaning() -> None:
+    x, _ = grid.data()
+    rows = torch.randn(len(x), 3, generator=torch.Generator().manual_seed(0))
+    missing = rows.where(torch.arange(3) > 0, torch.nan)
+    for y, likelihood, words in (
+        (missing, "classification", "NaN or infinite"),
+        ((3 * rows).long(), "classification", "must be at least 0"),
+        (rows, Categorical(class_weight=[1, 2, 3]), "must be at least 0"),
+        (rows.abs() + 1, Categorical(class_weight=[1, 2, 3]), "sum must be 1"),
+    ):
+        with pytest.raises(InvalidData, match=words):
+            Laplace(grid.network(), likelihood, "all", "diag").fit([(x, y)])
 
 
 def test_draws_do_not_depend_on_labels() -> None:

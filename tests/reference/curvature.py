@@ -99,7 +99,7 @@ def residual(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
     if likelihood in likelihoods.DENSITIES:
         return likelihoods.gradient(f, y, likelihood)
     if y.ndim == 2:
-        return torch.softmax(f, dim=1) - y
+        return torch.softmax(f, dim=1) * y.sum(1, keepdim=True) - y
     counted = y != IGNORED
     hot = nn.functional.one_hot(torch.where(counted, y, 0), f.shape[1])
     return (torch.softmax(f, dim=1) - hot) * counted[:, None]
