@@ -180,6 +180,7 @@ class KronDecomposed:
         eigenvalues: Per block, values of each factor: `[n]` or `[G, n]`; or such a function.
         deltas: What is added to each block, `[L]`; default zeros.
         damping: Whether blocks of two factors are damped.
+        factors: Of the curvature of a fit: computes the factors F₁, F₂ of every block, when they are first read.
 
     Attributes:
         deltas: As given.
@@ -187,9 +188,15 @@ class KronDecomposed:
     """
 
     def __init__(
-        self, eigenvectors: Source, eigenvalues: Source, deltas: Tensor | None = None, damping: bool = False
+        self,
+        eigenvectors: Source,
+        eigenvalues: Source,
+        deltas: Tensor | None = None,
+        damping: bool = False,
+        *,
+        factors: Callable[[], Blocks] | None = None,
     ) -> None:
-        self._sources: dict[str, Callable[[], Blocks]] = {}
+        self._sources: dict[str, Callable[[], Blocks]] = {} if factors is None else {"kfacs": factors}
         for name, source in (("eigenvectors", eigenvectors), ("eigenvalues", eigenvalues)):
             if callable(source):
                 self._sources[name] = source
@@ -211,10 +218,26 @@ class KronDecomposed:
         """Values of each factor of each block, without δ."""
         return _lists(self._sources["eigenvalues"]())
 
+    @cached_property
+    def kfacs(self) -> list[list[Tensor]]:
+        """Of the curvature of a fit: factors F₁, F₂ of every block F₁ ⊗ F₂, one of a bias, and blocks without factors.
+
+        Raises:
+            AttributeError: The matrix is known by its eigenvalues alone, as that of a posterior.
+        """
+        if "kfacs" not in self._sources:
+            raise AttributeError("this KronDecomposed has eigenvectors and eigenvalues, no factors; la.H has kfacs.")
+        return _lists(self._sources["kfacs"]())
+
+    @property
+    def factors(self) -> Kron:
+        """H by its factors, without an eigendecomposition."""
+        return Kron(self.kfacs)
+
     def __getstate__(self) -> dict[str, object]:
         """The values themselves: a copy does not carry what they would be computed from."""
-        read = {"eigenvectors": self.eigenvectors, "eigenvalues": self.eigenvalues, "_sources": {}}
-        return vars(self) | read
+        names = {"eigenvectors", "eigenvalues", *self._sources}
+        return vars(self) | {name: getattr(self, name) for name in names} | {"_sources": {}}
 
     def __add__(self, deltas: Scalar) -> KronDecomposed:
         """Adds δ I to the blocks.
@@ -223,8 +246,15 @@ class KronDecomposed:
             deltas: A real number, a 0-dim tensor, or a tensor `[1]` or `[L]` with one value per block.
 
         Raises:
-            InvalidArgument: It is none of these.
+            InvalidArgument: It is none of these. Factors, a `Kron`, have input sides that are means over the data: the
+                sum of those of a fit and of other data would be twice a mean.
         """
+        if isinstance(deltas, Kron):
+            raise InvalidArgument(
+                "a Kron was added to the curvature of a fit: input sides of Kronecker factors are means over the data, "
+                "and do not add up. Use la.fit(loader, override=False); or sum all data by hand, la.start_fit() and "
+                "la.H += la.curvature_of(x, y, n_data)[1] for every batch, with n_data the number of all of them."
+            )
         if isinstance(deltas, Tensor):
             accepted = deltas.ndim == 0 or (deltas.ndim == 1 and len(deltas) in (1, len(self)))
             given = f"a tensor of shape {tuple(deltas.shape)}"
@@ -348,57 +378,6 @@ class KronDecomposed:
             else _outer(values) + delta
             for values, delta in zip(self.eigenvalues, self.deltas.unbind(), strict=True)
         ]
-
-
-class DecomposedCurvature(KronDecomposed):
-    """The curvature H of a fit as users read it: factors and eigendecomposition are made when they are first read.
-
-    Args:
-        factors: Computes the factors F₁, F₂ of every block F₁ ⊗ F₂, one of a bias, and blocks without factors.
-        eigenvectors: Computes the eigenvectors.
-        eigenvalues: Computes the eigenvalues.
-        deltas: Zeros, `[L]`.
-    """
-
-    def __init__(
-        self,
-        factors: Callable[[], Blocks],
-        eigenvectors: Callable[[], Blocks],
-        eigenvalues: Callable[[], Blocks],
-        deltas: Tensor,
-    ) -> None:
-        super().__init__(eigenvectors, eigenvalues, deltas)
-        self._sources["kfacs"] = factors
-
-    def __add__(self, deltas: Scalar) -> KronDecomposed:
-        """As of `KronDecomposed`; the factors of other data are refused by name.
-
-        Raises:
-            InvalidArgument: A `Kron`: its input sides are means over other data than those of the fit, whose sum would
-                be twice a mean.
-        """
-        if isinstance(deltas, Kron):
-            raise InvalidArgument(
-                "a Kron was added to the curvature of a fit: input sides of Kronecker factors are means over the data, "
-                "and do not add up. Use la.fit(loader, override=False); or sum all data by hand, la.start_fit() and "
-                "la.H += la.curvature_of(x, y, n_data)[1] for every batch, with n_data the number of all of them."
-            )
-        return super().__add__(deltas)
-
-    __radd__ = __add__
-
-    def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"kfacs": self.kfacs}
-
-    @cached_property
-    def kfacs(self) -> list[list[Tensor]]:
-        """Factors F₁, F₂ of every block F₁ ⊗ F₂, one of a bias, and blocks without factors."""
-        return _lists(self._sources["kfacs"]())
-
-    @property
-    def factors(self) -> Kron:
-        """H by its factors, without an eigendecomposition."""
-        return Kron(self.kfacs)
 
 
 # Blocks of factors.

@@ -66,7 +66,7 @@ from laplace.structures.spectra import (
 )
 
 if TYPE_CHECKING:
-    from laplace.compat.kron import DecomposedCurvature, KronDecomposed
+    from laplace.compat.kron import KronDecomposed
 
 
 # Damping of Kronecker factors: √δ on either side, in the normalisation of each paper.
@@ -589,18 +589,18 @@ class KronCurvature(AdditiveCurvature):
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         return self.parts.kfacs()
 
-    def public(self) -> DecomposedCurvature:
+    def public(self) -> KronDecomposed:
         return self.shown(self.parts.like.dtype)
 
-    def shown(self, dtype: torch.dtype) -> DecomposedCurvature:
-        from laplace.compat.kron import DecomposedCurvature  # legacy values are imported when read
+    def shown(self, dtype: torch.dtype) -> KronDecomposed:
+        from laplace.compat.kron import KronDecomposed  # legacy values are imported when read
 
         parts, like = self.parts, self.parts.like
-        return DecomposedCurvature(
-            lambda: [[factor.to(dtype) for factor in block] for block in _public_factors(parts)],
+        return KronDecomposed(
             lambda: self._unit_spectra(dtype).factor_vectors,
             lambda: _public_values(self._unit_spectra(dtype), like.new_ones(()), None),
             like.new_zeros(len(parts.blocks), dtype=dtype),
+            factors=lambda: [[factor.to(dtype) for factor in block] for block in _public_factors(parts)],
         )
 
     def state(self) -> dict[str, Any]:

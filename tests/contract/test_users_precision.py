@@ -170,6 +170,18 @@ def test_matrices_have_the_posterior_s_dtype(dtype: torch.dtype) -> None:
     assert not any(side.is_inference() for block in la.H.eigenvectors for side in block)
 
 
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_matrices_are_of_the_documented_classes_themselves(weights: str) -> None:
+    """Code asks for `type(la.H)`, and dispatches on it."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(9, 3)
+    la = Laplace(model, "classification", weights, "kron")
+    la.fit([(x, torch.arange(9) % 2)])
+    for matrix in (la.H, copy.deepcopy(la.H), la.H + 1.0, 2.0 * la.H, la.posterior_precision, la.H_facs.decompose()):
+        assert type(matrix) is KronDecomposed
+    assert type(la.H_facs) is type(la.H.factors) is Kron
+    assert hasattr(la.H, "kfacs") and not hasattr(la.posterior_precision, "kfacs")
+
+
 # What is computed, and when.
 
 
