@@ -161,8 +161,9 @@ class BaseLaplace(CheckedConstructor, ABC):
         forward_fn: `forward_fn(model, x)` returns the outputs, for models that need another call than `model(x)`.
         structure_kwargs: Options of the structure, e.g. `{"rank": 20}` with `"lowrank"`.
         channel_dim: Dimension of the outputs that holds the classes, or the outputs of one token or pixel: −1 for
-            `[B, C]` and `[B, T, C]`, 1 for images `[B, C, H, W]`. None: found from the shape of the labels at the first
-            fit, by the convention of PyTorch's losses; where these do not tell, the last dimension.
+            `[B, C]` and `[B, T, C]`, 1 for images `[B, C, H, W]`, 0 for outputs `[B]` of one number per datum. None:
+            found from the shape of the targets at the first fit, by the convention of PyTorch's losses; where these do
+            not tell, the last dimension.
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
 
@@ -308,7 +309,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def channel_dim(self) -> int:
-        """Dimension of the network's outputs that holds the C classes or values: -1 or 1."""
+        """Dimension of the network's outputs that holds the C classes or values: −1 or 1; 0 of outputs `[B]`."""
         return self._posterior.channel_dim
 
     @property

@@ -134,7 +134,7 @@ def test_outputs_that_are_no_matrix() -> None:
 
     la = Laplace(Flat(3, 1), "regression", "all", "full")
     with pytest.raises(InvalidData, match=r"\[B, C\]"):
-        la.fit([(XR, YR[:, 0])])
+        la.fit([(XR, YR[:, :1])])
 
     class Words(nn.Linear):
         def forward(self, x: Tensor) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -234,7 +234,7 @@ class KronDecomposed:
         """H by its factors, without an eigendecomposition."""
         return Kron(self.kfacs)
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         """The values themselves: a copy does not carry what they would be computed from."""
         names = {"eigenvectors", "eigenvalues", *self._sources}
         return vars(self) | {name: getattr(self, name) for name in names} | {"_sources": {}}

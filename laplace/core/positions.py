@@ -45,6 +45,10 @@ def require_none(positions: tuple[int, ...], what: str, instead: str) -> None:
         )
 
 
+NO_CHANNELS = 0
+"""`channel_dim` of outputs `[B]`, one number per datum: they have no dimension of channels."""
+
+
 @dataclass(frozen=True)
 class ChannelsLast:
     """A way of calling a model after which the channels, the C outputs of a position, are the last dimension."""
@@ -55,12 +59,24 @@ class ChannelsLast:
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
         """The outputs as `[B, *positions, C]`."""
         f = batches.latent(self.forward_fn(model, x))
+        if self.channel_dim == NO_CHANNELS:
+            return _in_one_column(f)
         if not -f.ndim < self.channel_dim < f.ndim:
             raise InvalidArgument(
                 f"channel_dim={self.channel_dim}, but the network's outputs have shape {list(f.shape)}; give the "
                 f"dimension of the classes or outputs of a position, from 1 to {f.ndim - 1}."
             )
         return f.movedim(self.channel_dim, -1)
+
+
+def _in_one_column(f: Tensor) -> Tensor:
+    """Outputs `[B]`, or the single one that `squeeze()` left of a batch of one, as `[B, 1]`."""
+    if f.ndim > 1:
+        raise InvalidArgument(
+            f"channel_dim=0 is of outputs [B], one number per datum, but the network's have shape {list(f.shape)}: "
+            "leave channel_dim= away."
+        )
+    return f.reshape(-1, 1)
 
 
 def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn | None:
@@ -70,9 +86,10 @@ def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn |
     if channel_dim is None:
         return forward_fn
     if isinstance(channel_dim, bool) or not isinstance(channel_dim, int):
-        raise InvalidType(f"channel_dim={channel_dim!r}; an integer is accepted: 1 for [B, C, H, W], -1 for [B, T, C].")
-    if channel_dim == 0:
-        raise InvalidArgument("channel_dim=0 is the dimension of the data; give 1 for [B, C, H, W], -1 for [B, T, C].")
+        raise InvalidType(
+            f"channel_dim={channel_dim!r}; an integer is accepted: 1 for [B, C, H, W], -1 for [B, C] and [B, T, C], 0 "
+            "for outputs [B] of one number per datum."
+        )
     return forward_fn if channel_dim == -1 else ChannelsLast(forward_fn or batches.call, channel_dim)
 
 
@@ -84,8 +101,11 @@ def as_returned(forward_fn: ForwardFn | None) -> ForwardFn | None:
 def channel_of(f: Tensor, y: Tensor) -> int | None:
     """The dimension of a network's outputs that holds the classes, as the shape of labels says: 1 or −1.
 
-    PyTorch's losses take labels `[B, H, W]` of outputs `[B, C, H, W]`; language models give `[B, T, C]`.
+    PyTorch's losses take labels `[B, H, W]` of outputs `[B, C, H, W]`; language models give `[B, T, C]`. Outputs `[B]`
+    of targets `[B]` have none, see `NO_CHANNELS`.
     """
+    if f.ndim < 2 and y.ndim == 1:
+        return NO_CHANNELS if f.numel() == len(y) else None
     if f.ndim < 3 or y.is_floating_point():
         return None
     last, second = y.shape == f.shape[:-1], y.shape == f.shape[:1] + f.shape[2:]
@@ -104,9 +124,13 @@ def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
 
 def as_rows(f: Tensor, y: Tensor, channel_dim: int | None) -> tuple[Tensor, Tensor]:
     """A network's outputs and their targets as rows: `[B·T, C]`, with labels `[B·T]` or values `[B·T, C]`."""
+    channel_dim = channel_of(f, y) if channel_dim is None else channel_dim
+    if channel_dim == NO_CHANNELS:
+        f = _in_one_column(f)
+        return f, target_rows(y, f, (), channel_dim)
     if f.ndim <= 2:
         return f, y
-    channel_dim = (channel_of(f, y) or -1) if channel_dim is None else channel_dim
+    channel_dim = -1 if channel_dim is None else channel_dim
     last = f if channel_dim == -1 else f.movedim(channel_dim, -1)
     rows = last.flatten(0, -2)
     return rows, target_rows(y, rows, tuple(last.shape[1:-1]), channel_dim)
@@ -114,13 +138,17 @@ def as_rows(f: Tensor, y: Tensor, channel_dim: int | None) -> tuple[Tensor, Tens
 
 def rows_of(values: Tensor, channel_dim: int, lead: int = 0) -> OutputRows:
     """Values as users see them, `[*lead, B, *positions, C]` with the channels in `channel_dim`, as rows."""
-    if channel_dim != -1 and values.ndim > 2 + lead:
+    if channel_dim == NO_CHANNELS:
+        values = values.unsqueeze(-1)
+    elif channel_dim != -1 and values.ndim > 2 + lead:
         values = values.movedim(channel_dim + lead if channel_dim > 0 else channel_dim, -1)
     return OutputRows.of(values, lead)
 
 
 def in_users_layout(values: Tensor, channel_dim: int, lead: int = 0) -> Tensor:
     """Values `[*lead, B, *positions, C]` with the channels where the network has them, after `lead` dimensions."""
+    if channel_dim == NO_CHANNELS:
+        return values.squeeze(-1)
     if channel_dim == -1 or values.ndim == 2 + lead:
         return values
     return values.movedim(-1, channel_dim + lead if channel_dim > 0 else channel_dim)
@@ -138,11 +166,14 @@ def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: i
     """Targets of outputs with positions as rows: labels `[B·T]` or values `[B·T, C]`; others as they are.
 
     Args:
-        y: Targets, `[B, *positions]` (labels) or of the shape of the network's outputs (values).
+        y: Targets, `[B, *positions]` (labels) or of the shape of the network's outputs (values), `[B]` of outputs
+            `[B]`.
         f: Outputs, `[B·T, C]`.
         positions: The dimensions whose product is T; empty for outputs `[B, C]`.
         channel_dim: Where the network's outputs have their channels.
     """
+    if channel_dim == NO_CHANNELS and isinstance(y, Tensor) and y.shape == f.shape[:1]:
+        return y.unsqueeze(-1)
     if not positions or not isinstance(y, Tensor):
         return y
     last = unrolled(f, positions)

@@ -16,7 +16,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import require, where_not_finite
 from laplace.core.inference import kept_for_later
 from laplace.core.pieces import share_of_memory
-from laplace.core.positions import OutputChoice, OutputRows
+from laplace.core.positions import OutputChoice, OutputRows, target_rows
 from laplace.engines.kron_parts import KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import Bases, BlockSink, DiagSink, FullSink, Groups, KronSink, ProductSink, Sink
@@ -286,6 +286,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def checked(self, f: Tensor, y: Tensor) -> Tensor:
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees are checked to be logits."""
         loss = self.options.loss
+        y = target_rows(y, f, (), self.problem.channel_dim)  # `[B]` of outputs `[B]`
         y = self.likelihood.check_targets(f, y) if loss is None else recovered_targets(self.likelihood, loss, f, y)
         if not self.takes_gaps:
             refuse_gaps(y, f"backend={self.name}")

@@ -381,13 +381,23 @@ def infer_from_first_batch(
 
 
 def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
-    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it."""
-    if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
+    """The posterior with the dimension of the channels, if it is unknown and the shape of targets tells it.
+
+    That is of labels of positions, and of values `[B]`, whose outputs may be `[B]`, too.
+    """
+    labels, values = y.ndim > 1 and not y.is_floating_point(), y.ndim == 1 and not posterior.likelihood.class_targets
+    if posterior.choices.channel_dim is not None or not (labels or values):
         return posterior
-    require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
+    if labels:
+        require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
+    elif posterior.weights.fsdp_processes is not None:
+        return posterior
     with apart(posterior.model, posterior.call) as model, torch.no_grad():
         f = _of_one(lambda some: batches.latent(call_with_context(model, posterior.call, some)), detached(x))
-    channel_dim = channel_of(f, y[: len(f)])
+    given = next(iter(batches.tensors(x)), f)
+    if f.ndim == given.ndim == 1 and len(f) > 1:  # perhaps all outputs of one datum
+        return posterior
+    channel_dim = channel_of(f, y[: len(f) if f.ndim else 1])
     return posterior if channel_dim is None else posterior.with_channels(channel_dim)
 
 

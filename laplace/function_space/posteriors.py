@@ -15,6 +15,7 @@ from laplace.core.arguments import as_tensor, check_call, check_counts, checked,
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
+from laplace.core.positions import target_rows
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import (
     LinkApprox,
@@ -305,7 +306,7 @@ def held_out_nll(
     for name, x, y in Validation(loader).batches(posterior):
         with named(name):
             outputs = latent.linearised(engine, precision, x, form)
-            targets = likelihood.check_targets(outputs.mean, y)
+            targets = likelihood.check_targets(outputs.mean, target_rows(y, outputs.mean, (), posterior.channel_dim))
         summary = likelihood.target.summary(
             likelihood, outputs.mean, outputs.covariance, LinkApprox.PROBIT, for_scores=True
         )

@@ -347,13 +347,14 @@ class Cache:
         backend: The curvature backend as users call it, or None.
         engine: What computes Jacobians and curvature, or None.
         noise_seen: Whether a noise of 1 has been compared with the residuals.
+        gradient_seen: Whether inputs that require a gradient have been warned of.
         predictive: The last calibration, and the posterior that it makes of this one; or None.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:
         self.backend: CurvatureInterface | None = None
         self.engine = engine
-        self.noise_seen = False
+        self.noise_seen = self.gradient_seen = False
         self.predictive: tuple[Calibration, Posterior] | None = None
         self._precision: tuple[Curvature, tuple[tuple[Tensor, int], ...], Precision] | None = None
         self._squares: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None

@@ -222,9 +222,10 @@ class Predictor:
             return  # what is no collection is refused where it is read
         if self.posterior.data is not None:
             self.posterior.data.watch.warn_of_coupling(self.posterior.model, x)
-        if self.through_x or not torch.is_grad_enabled():
+        if self.through_x or not torch.is_grad_enabled() or self.posterior.cache.gradient_seen:
             return
         if any(tensor.requires_grad for tensor in batches.tensors(x)):
+            self.posterior.cache.gradient_seen = True  # many hand such inputs over in every prediction
             warn(
                 "the inputs require a gradient, which the prediction does not have: enable_backprop is False. Set "
                 "la.enable_backprop = True, or give x.detach().",

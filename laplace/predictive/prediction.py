@@ -621,6 +621,8 @@ def mixed_moments(
         return mean, within + average([step.square() for step in steps], weights)
     if mean.ndim > 1:
         steps = [step.movedim(channel_dim, -1) for step in steps]
+    elif within.ndim == 3:  # of outputs `[B]`
+        steps = [step.unsqueeze(-1) for step in steps]
     return mean, within + average([step.unsqueeze(-1) * step.unsqueeze(-2) for step in steps], weights)
 
 

@@ -290,8 +290,8 @@ def _without_channels(f: Tensor, x: Inputs) -> str:
     )
     if f.ndim and given.ndim > 1 and len(given) == len(f):
         return (
-            f"{fault}. For one output per datum leave squeeze(-1) away, or give forward_fn=lambda model, x: "
-            "model(x).unsqueeze(-1), and targets [B, 1]."
+            f"{fault}. For one output per datum give targets [B], or say channel_dim=0; or leave squeeze(-1) away, and "
+            "give targets [B, 1]."
         )
     return (
         f"{fault}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "

@@ -692,7 +692,7 @@ def test_targets_of_another_shape() -> None:
     with pytest.raises(InvalidData, match=r"labels \[3, 2, 3\] or values"):
         la.fit([(case.x, case.y.clamp(min=0).flatten(1))])
     with pytest.raises(InvalidData, match=r"(?s)sum must be 1.*channel_dim="):
-        la.fit([(case.x, torch.zeros(3, 3, 2, 3).double())])
+        la.fit([(case.x, torch.zeros(3, 3, 2, 3).long())])
     with pytest.raises(InvalidData, match="out of range"):
         la.fit([(case.x, case.y.clamp(min=0) + 3)])
     with pytest.raises(InvalidData, match="pass channel_dim=1, which these targets fit"):
@@ -703,8 +703,8 @@ def test_targets_of_another_shape() -> None:
 
 def test_a_channel_dimension_that_is_none() -> None:
     case = net("pixels_1x1")
-    with pytest.raises(InvalidArgument, match="dimension of the data"):
-        Laplace(case.model, "classification", "all", "diag", channel_dim=0)
+    with pytest.raises(InvalidArgument, match=r"channel_dim=0 is of outputs \[B\]"):
+        Laplace(case.model, "classification", "all", "diag", channel_dim=0).fit([(case.x, case.y)])
     with pytest.raises(InvalidType, match="an integer is accepted"):
         Laplace(case.model, "classification", "all", "diag", channel_dim="last")
     la = Laplace(case.model, "classification", "all", "diag", channel_dim=4)

@@ -249,6 +249,8 @@ def test_gradients_reach_the_inputs() -> None:
     la.enable_backprop = False
     with pytest.warns(GradientWarning, match="enable_backprop"):
         assert not la.predict(x).mean.requires_grad
+    la.prior_precision = 2.0
+    la(x), la.predict(x).mean, la.predictive_samples(x, n_samples=2)  # told once: wrappers do so in every prediction
 
 
 def test_options_without_meaning_are_refused() -> None:
