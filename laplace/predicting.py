@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -192,6 +193,8 @@ class Predicting(ABC):
         options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
         )  # fmt: skip
+        if "probly.predictor" in sys.modules:
+            import laplace.integrations.probly  # noqa: F401  (registers what it makes of a prediction)
         if is_loader(x):
             return predicted_batches(self.predict_batch, x, options, model_kwargs, progress_bar=progress_bar)
         return self.predict_batch(x, options, model_kwargs)

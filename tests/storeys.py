@@ -49,7 +49,11 @@ STOREYS = (
         ),
         7_300,
     ),
-    Storey("adapters", ("contract", "curvature", "compat", "loading.py", "state.py", "integrations"), 3_250),
+    Storey(
+        "adapters",
+        ("contract", "curvature", "compat", "loading.py", "state.py", "stand_in.py", "integrations"),
+        3_250,
+    ),
     Storey("extensions", ("extensions",), 5_200),
 )  # fmt: skip
 """From the ground up. The names at the top, `__init__.py`, belong to none: they import everything when it is read."""

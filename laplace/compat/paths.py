@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 
 from laplace.core.lazy import at, attached
@@ -190,21 +191,31 @@ def _attach(path: str, finder: LegacyFinder) -> None:
 
 # The other package of this import name, in the same environment.
 
-_OWN, _OTHER = "laplace-bayes", "laplace-torch"
+OWN, OTHER = "laplace-bayes", "laplace-torch"
+_OF_THEIRS = "laplace/baselaplace.py"
+"""A file that every release of laplace-torch has, and this library has not."""
 
 
 def check_installation() -> None:
-    """Warns if laplace-torch, which is imported as `laplace` too, is installed in this environment.
+    """Warns if files of laplace-torch, which is imported as `laplace` too, lie in this environment.
 
-    One look at the names of the installed distributions; no file of them is read.
+    One look at the names of the installed distributions; only of one of this name is the list of files read. A stand-in
+    of its name has metadata alone, see `laplace.stand_in`.
     """
-    try:
-        metadata.distribution(_OTHER)
-    except metadata.PackageNotFoundError:
+    if not any(_has_files(found) for found in metadata.distributions(name=OTHER)):
         return
     warn(
-        f"{_OTHER} is installed in this environment too, and both packages are imported as `laplace`: in one folder "
+        f"{OTHER} is installed in this environment too, and both packages are imported as `laplace`: in one folder "
         "the later install overwrites files of the earlier, which leaves a mixture of both; of two folders, the first "
-        f"on sys.path is imported. Run `pip uninstall {_OWN} {_OTHER}`, then install this library again.",
+        f"on sys.path is imported. Run `pip uninstall {OWN} {OTHER}`, then install this library again; for a package "
+        f"that requires {OTHER}, `python -m laplace.stand_in` writes one that asks for this library.",
         InstallationWarning,
     )
+
+
+def _has_files(distribution: metadata.Distribution) -> bool:
+    """Whether a distribution brought modules of the name `laplace`."""
+    files = distribution.files
+    if files is None:  # no list was left
+        return Path(str(distribution.locate_file(_OF_THEIRS))).exists()
+    return any(file.parts[0] == "laplace" for file in files)

@@ -103,6 +103,19 @@ class Prediction:
         link = "" if self.target.mean_is_latent else f"link={options.link!r}, "
         return f"Prediction({link}n_samples={options.n_samples}, form={options.form!r})"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """`mean` for NumPy: `np.asarray(prediction)`, class probabilities or means; an error where it has a graph."""
+        values = self.mean.cpu().numpy()
+        return values.astype(dtype or values.dtype, copy=bool(copy))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """`mean` for PyTorch, whose `torch.as_tensor(prediction)` is this tensor, and for other libraries of arrays."""
+        return self.mean.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """Kind and number of the device of `mean`."""
+        return self.mean.__dlpack_device__()
+
     @property
     def options(self) -> PredictOptions:
         """Link, samples and form, of all components."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from laplace import stand_in
 from laplace.compat.paths import check_installation
 from laplace.errors import InstallationWarning, LaplaceWarning
 from tests import fresh
 
 
-def install(folder: Path, name: str = "laplace_torch-0.3.dist-info") -> None:
-    """Leaves what an installer leaves of a distribution."""
+def install(folder: Path, name: str = "laplace_torch-0.3.dist-info", *, record: bool = True) -> None:
+    """Leaves what an installer leaves of a distribution that has a module `laplace`; without a record of its files."""
     (folder / name).mkdir()
     (folder / name / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.partition('-')[0]}\n", "utf-8")
+    (folder / "laplace").mkdir(exist_ok=True)
+    (folder / "laplace" / "baselaplace.py").touch()
+    if record:
+        (folder / name / "RECORD").write_text("laplace/baselaplace.py,,\n", "utf-8")
 
 
 def import_beside(folder: Path) -> fresh.Done:
@@ -42,9 +50,10 @@ def test_an_import_alone_says_nothing(tmp_path: Path) -> None:
     assert import_beside(tmp_path).errors == ""
 
 
+@pytest.mark.parametrize("record", [True, False])
 @pytest.mark.parametrize("name", ["laplace_torch-0.2.2.2.dist-info", "laplace_torch-0.1a2.egg-info"])
-def test_every_release_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, name)
+def test_every_release_is_noticed(name: str, record: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, name, record=record)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(LaplaceWarning, match="overwrites files of the earlier") as told:
         check_installation()
@@ -62,3 +71,38 @@ def test_a_search_in_vain_reads_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_installation()
+
+
+# A package that requires laplace-torch, beside this library.
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_stand_in_without_files_is_not_warned_of(
+    record: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(stand_in.write(tmp_path)) as wheel:
+        wheel.extractall(tmp_path)
+    (tmp_path / "laplace").mkdir()
+    (tmp_path / "laplace" / "__init__.py").touch()  # this library, in the same folder
+    if not record:
+        (tmp_path / "laplace_torch-0.3.dist-info" / "RECORD").unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = metadata.distribution("laplace-torch")
+    assert (found.version, found.requires) == ("0.3", ["laplace-bayes"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_installation()
+
+
+def test_pip_takes_the_stand_in_for_laplace_torch(tmp_path: Path) -> None:
+    """As a wrapper's requirement that it meets; the command writes it where it is told to."""
+    done = subprocess.run(
+        [sys.executable, "-m", "laplace.stand_in", str(tmp_path), "--version", "0.2.2.2"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    wheel = tmp_path / "laplace_torch-0.2.2.2-py3-none-any.whl"
+    assert done.stdout == f"pip install {wheel}\n" and wheel.exists()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    assert {path.name for path in target.iterdir()} == {"laplace_torch-0.2.2.2.dist-info"}

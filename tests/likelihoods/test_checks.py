@@ -29,7 +29,12 @@ NAN, INF = float("nan"), float("inf")
         (Gaussian(), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.complex64), "complex"),
         (Categorical(class_weight=(1, 1, 1)), torch.zeros(2, 3), 2 * torch.eye(3)[:2], "sum must be 1"),
         (Categorical(class_weight=(1, 1, 1)), torch.zeros(2, 3), torch.eye(3)[:2] - 1e-3, "at least 0"),
-        (Categorical(class_weight=(1, 1, 1)), torch.zeros(2, 3), torch.tensor([[1.5, -0.5, 0], [1.0, 0, 0]]), "smallest is -0.5"),
+        (
+            Categorical(class_weight=(1, 1, 1)),
+            torch.zeros(2, 3),
+            torch.tensor([[1.5, -0.5, 0], [1.0, 0, 0]]),
+            "smallest is -0.5",
+        ),
         (Categorical(), torch.zeros(2, 3), torch.tensor([[NAN, 0.0, 1.0], [1.0, 0.0, 0.0]]), "NaN or infinite"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([[INF, 0.0, 1.0], [1.0, 0.0, 0.0]]), "NaN or infinite"),
         (Categorical(class_weight=(1, 1, 1)), torch.zeros(2, 3), torch.zeros(2, 3), "sum must be 1"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,6 +255,42 @@ def test_gradients_reach_the_inputs() -> None:
         assert not la.predict(x).mean.requires_grad
     la.prior_precision = 2.0
     la(x), la.predict(x).mean, la.predictive_samples(x, n_samples=2)  # told once: wrappers do so in every prediction
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_a_prediction_converts_to_probabilities_or_means(likelihood: str) -> None:
+    """Code that asks for a `predict` hands what it returns to NumPy or PyTorch."""
+    la, x = fitted(likelihood)
+    prediction = la.predict(x)
+    expected = la(x)[0] if likelihood == "regression" else la(x)
+    for array in (np.asarray(prediction), np.array(prediction, dtype=np.float64), np.array(prediction, copy=True)):
+        assert_close(torch.from_numpy(array), expected, "float32")
+    assert np.asarray(prediction, dtype=np.float16).dtype == np.float16
+    assert np.asarray(prediction).argmax(-1).tolist() == expected.argmax(-1).tolist()
+    assert torch.equal(torch.from_dlpack(prediction), prediction.mean)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6):  # before, `as_tensor` knows no DLPack
+        assert torch.equal(torch.as_tensor(prediction), prediction.mean)
+        assert torch.equal(torch.tensor(prediction), prediction.mean)
+    la.enable_backprop = True
+    with pytest.raises(RuntimeError, match="requires grad"):  # as of any tensor with a graph
+        np.asarray(la.predict(x.clone().requires_grad_()))
+
+
+def test_probly_makes_a_distribution_of_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of the one function of probly that is told of predictions; `make clients` tests probly's own."""
+
+    @functools.singledispatch
+    def create_categorical_distribution(data: Any) -> tuple[str, Any]:
+        return "categorical", data
+
+    la, x = fitted("classification")
+    monkeypatch.delitem(sys.modules, "laplace.integrations.probly", raising=False)
+    for name in ("probly", "probly.predictor", "probly.representation", "probly.representation.distribution"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    distribution = sys.modules["probly.representation.distribution"]
+    monkeypatch.setattr(distribution, "create_categorical_distribution", create_categorical_distribution, raising=False)
+    kind, probabilities = create_categorical_distribution(la.predict(x))
+    assert kind == "categorical" and torch.equal(probabilities, la(x))
 
 
 def test_options_without_meaning_are_refused() -> None:
