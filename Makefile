@@ -31,6 +31,18 @@ PEER := .venv-parity
 PEER_PACKAGES ?= laplace-torch==0.3 $(BACKENDS)
 PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
 
+# Packages that wrap laplace-torch, with this library in its place, in an environment of their own: without what they ask
+# for, of which CLIENT_IMPORTS are imported. torchvision does not import beside a CPU build of torch: where it is missing
+# empty modules stand in for it. Two of them have tests in their source archives. probly needs Python 3.13 (3.12.2).
+CLIENTS := .venv-clients
+CLIENT_PYTHON ?= $(BASE_PYTHON)
+CLIENT_SOURCES := laplace-bayesopt==0.1.7 maldideepkit==0.2.0
+CLIENT_PACKAGES ?= torch-uncertainty==0.13.0 lightning-uq-box==0.4.0 probly==0.9.1 $(CLIENT_SOURCES)
+CLIENT_IMPORTS := botorch einops ema-pytorch flextype h5py huggingface-hub hypothesis jsonargparse kornia lightning \
+	linear-operator maldiamrkit==0.12.0 matplotlib mpltern omegaconf opt-einsum pandas pytest pytest-timeout scikit-learn \
+	scipy seaborn torchmetrics tqdm uncertainty-toolbox vbll vector-quantize-pytorch
+CLIENT_CURVLINOPS := 2.0.1 3.0.1
+
 # Two workers share two cores: threads inside torch would only fight. No window opens; tutorials have a backend of their
 # own (docs/conf.py).
 export OMP_NUM_THREADS ?= 1
@@ -39,7 +51,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples papers benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist release-check versions quickstart docs paper benchmark benchmark-quality benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types house unit test test-all test-random test-portable test-floor dist release-check versions quickstart docs paper benchmark benchmark-quality benchmark-peer parity clients clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -160,6 +172,23 @@ $(PEER)/.stamp: constraints.txt
 	$(PEER)/bin/python $(PIP) --no-deps $(PEER_PACKAGES)
 	touch $@
 
+clients: $(CLIENTS)/.stamp  ## Run the tests of packages that wrap laplace-torch with this library in its place
+	PYTHONPATH=. $(CLIENTS)/bin/python -m tests.clients.run $(CLIENTS)/sources
+
+# torch first, in the version of the tests; the stand-in meets the wrappers' requirement of laplace-torch.
+$(CLIENTS)/.stamp: constraints.txt
+	$(CLIENT_PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python $(PIP) -c constraints.txt torch
+	$(CLIENTS)/bin/python $(PIP) -c constraints.txt $(CLIENT_IMPORTS)
+	$(CLIENTS)/bin/python $(PIP) --no-deps --ignore-requires-python $(CLIENT_PACKAGES)
+	PYTHONPATH=. $(CLIENTS)/bin/python -m laplace.stand_in $(CLIENTS)/sources
+	$(CLIENTS)/bin/python $(PIP) --no-deps $(CLIENTS)/sources/laplace_torch-*.whl
+	$(CLIENTS)/bin/python -m pip download --quiet --no-deps --no-binary :all: -d $(CLIENTS)/sources $(CLIENT_SOURCES)
+	$(foreach version,$(CLIENT_CURVLINOPS),$(CLIENTS)/bin/python $(PIP) --no-deps \
+		--target $(CLIENTS)/sources/curvlinops-$(firstword $(subst ., ,$(version))) curvlinops-for-pytorch==$(version) \
+		backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 einconv==0.1.0 &&) true
+	touch $@
+
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEER) $(FLOOR) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(CLIENTS) $(FLOOR) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
