@@ -37,8 +37,8 @@ PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
 CLIENTS := .venv-clients
 CLIENT_PYTHON ?= $(BASE_PYTHON)
 CLIENT_SOURCES := laplace-bayesopt==0.1.7 maldideepkit==0.2.0
-CLIENT_PACKAGES ?= torch-uncertainty==0.13.0 lightning-uq-box==0.4.0 probly==0.9.1 $(CLIENT_SOURCES)
-CLIENT_IMPORTS := botorch einops ema-pytorch flextype h5py huggingface-hub hypothesis jsonargparse kornia lightning \
+CLIENT_PACKAGES ?= torch-uncertainty==0.13.0 lightning-uq-box==0.4.0 probly==0.9.1 flextype==0.1.2 $(CLIENT_SOURCES)
+CLIENT_IMPORTS := botorch einops ema-pytorch h5py huggingface-hub hypothesis jsonargparse kornia lightning \
 	linear-operator maldiamrkit==0.12.0 matplotlib mpltern omegaconf opt-einsum pandas pytest pytest-timeout scikit-learn \
 	scipy seaborn torchmetrics tqdm uncertainty-toolbox vbll vector-quantize-pytorch
 CLIENT_CURVLINOPS := 2.0.1 3.0.1
