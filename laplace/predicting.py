@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -29,6 +30,9 @@ from laplace.structures.precision import drawn
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
     from laplace.tuning.group import PosteriorGroup
+
+_BRIDGES = {"probly.predictor": "laplace.integrations.probly"}
+"""Modules of other packages that ask for predictions, and the bridge that says what these are for them, by name."""
 
 _OTHER_NAMES = {
     "predict_proba": "la(x) returns the class probabilities, [B, C].",
@@ -193,8 +197,9 @@ class Predicting(ABC):
         options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
         )  # fmt: skip
-        if "probly.predictor" in sys.modules:
-            import laplace.integrations.probly  # noqa: F401  (registers what it makes of a prediction)
+        for asking, bridge in _BRIDGES.items():
+            if asking in sys.modules:
+                import_module(bridge)
         if is_loader(x):
             return predicted_batches(self.predict_batch, x, options, model_kwargs, progress_bar=progress_bar)
         return self.predict_batch(x, options, model_kwargs)
