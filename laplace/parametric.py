@@ -511,6 +511,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
 
 overrides.remember(BaseLaplace)
+BaseLaplace.__module__ = "laplace.baselaplace"  # other packages dispatch on this path of it, unimported
 
 
 # Posteriors over weights.

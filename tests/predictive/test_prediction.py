@@ -291,6 +291,8 @@ def test_probly_makes_a_distribution_of_a_prediction(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(distribution, "create_categorical_distribution", create_categorical_distribution, raising=False)
     kind, probabilities = create_categorical_distribution(la.predict(x))
     assert kind == "categorical" and torch.equal(probabilities, la(x))
+    # Its own rules for posteriors are of this path, which nothing needs to import.
+    assert "laplace.baselaplace.BaseLaplace" in [f"{c.__module__}.{c.__qualname__}" for c in type(la).__mro__]
 
 
 def test_options_without_meaning_are_refused() -> None:
