@@ -46,8 +46,8 @@ def test_the_design_tells_the_storeys() -> None:
 
 
 ACROSS = (
-    "agents", "catalogue", "conformance", "downstream", "fixtures", "house", "models", "operations", "other_device",
-    "parity", "pretrained", "random_networks", "reference", "robustness",
+    "agents", "catalogue", "clients", "conformance", "downstream", "fixtures", "house", "models", "operations",
+    "other_device", "parity", "pretrained", "random_networks", "reference", "robustness",
 )  # fmt: skip
 """Folders of tests that go through all storeys, or hold what tests of several use."""
 
