@@ -29,10 +29,10 @@ from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.pieces import bytes_at_once, numbers_at_once
 from laplace.core.registry import Registry
 from laplace.errors import StateError
-from laplace.weights.problem import Selection
 
 if TYPE_CHECKING:
     from laplace.jacobian.outer import FactoredBlock
+    from laplace.weights.problem import Selection
 
 # Contractions of an array J `[K, B, p]`: by dense pieces, or by its factors where it is a sum of outer products.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from laplace.core.pieces import bytes_at_once, operations_are_dear
 from laplace.jacobian.blocks import CHUNK_BYTES, Block, RankOne, TensorShape, all_of, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.likelihoods.output_hessian import OutputHessian
+
+if TYPE_CHECKING:
+    from laplace.likelihoods.output_hessian import OutputHessian
 
 _DATA = 16
 """Batch size for which the form of a sum is chosen, whatever the size of the first batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block, CentredBlock, ProductBasis, RankOne, TensorShape, all_of, chunks, less_mean
 from laplace.jacobian.outer import OuterBlock
-from laplace.likelihoods.output_hessian import OutputHessian
+
+if TYPE_CHECKING:
+    from laplace.likelihoods.output_hessian import OutputHessian
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from laplace.jacobian.blocks import (
     total,
 )
 from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
-from laplace.weights.problem import Selection
+
+if TYPE_CHECKING:
+    from laplace.weights.problem import Selection
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,19 +6,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace.core import nested
 from laplace.core.layout import Layout
-from laplace.core.positions import OutputChoice
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, ProductBasis, RankOne, chunks, from_state, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import flat_product
+
+if TYPE_CHECKING:
+    from laplace.core.positions import OutputChoice
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from laplace.jacobian.blocks import (
     total,
 )
 from laplace.jacobian.patches import Patches, as_tensor
-from laplace.weights.problem import Selection
+
+if TYPE_CHECKING:
+    from laplace.weights.problem import Selection
 
 _DOUBLE = 8  # bytes of a number in float64
 S = TypeVar("S")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.nested import move
 from laplace.core.precision_policy import wide_dtype
-from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.structures.cost import Cost
 from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.profile import BatchProfile
 
 A = TypeVar("A", bound="AdditiveCurvature")
 C = TypeVar("C", bound="Curvature")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
-from laplace.engines.profile import BatchProfile
-from laplace.engines.sinks import BlockSink
+from laplace.engines.sinks import BlockSink, Groups
 from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.full_sum import MatrixSum
 from laplace.structures import linalg
@@ -30,10 +28,15 @@ from laplace.structures.base import (
     nonnegative,
     other_structure,
 )
-from laplace.structures.cost import DOUBLE, Cost, MatrixCost
+from laplace.structures.cost import DOUBLE, Cost
+from laplace.structures.full import MatrixCost
 from laplace.structures.kron import KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
 from laplace.structures.spectra import BlockSpectrum, Spectra, dense_spectrum
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.profile import BatchProfile
 
 
 @dataclass(frozen=True)

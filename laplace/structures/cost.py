@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.profile import BatchProfile
 from laplace.jacobian.blocks import TensorShape
-from laplace.jacobian.full_sum import MatrixSum
+
+if TYPE_CHECKING:
+    from laplace.engines.profile import BatchProfile
 
 DOUBLE = 8
 """Bytes of the float64 numbers in which factorisations are done."""
@@ -38,31 +39,6 @@ class Cost:
     def predict_bytes(self, profile: BatchProfile) -> int:
         """Peak of the first prediction of a batch above what was held after the fit."""
         return max(self.posterior + profile.jacobian_bytes + self.projecting, profile.proving_bytes)
-
-
-@dataclass(frozen=True)
-class MatrixCost:
-    """Bytes of a sum of outer products of some tensors, `[E, p, p]`."""
-
-    running: int  # Bytes of the sum while batches are read
-    completing: int  # Bytes of the sum and the matrices that are made of it
-    pieces: int  # Bytes of what is multiplied out and dropped
-
-    @classmethod
-    def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
-        """That of tensors of these shapes."""
-        size = sum(shape.size for shape in shapes)
-        matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
-        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms, profile.device)
-        if pairs is None:
-            pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
-            return cls(matrix, matrix, pieces)
-        rows = profile.n_data
-        if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
-            rows *= max(shape.positions for shape in shapes)
-        running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
-        pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
-        return cls(running, running + matrix + strips, pieces)
 
 
 @dataclass(frozen=True)

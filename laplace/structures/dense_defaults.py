@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.engines.engine import MEMORY_BUDGET
-from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
@@ -28,6 +27,9 @@ from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions,
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
+
+if TYPE_CHECKING:
+    from laplace.engines.profile import BatchProfile
 
 D = TypeVar("D", bound="DenseDefaults")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
@@ -30,6 +28,10 @@ from laplace.structures.base import (
 from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.profile import BatchProfile
 
 ENTRY = "entry"
 """What the eigenvalues of a diagonal matrix are called in messages."""

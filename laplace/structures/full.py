@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from laplace.core.memory import available, in_units
 from laplace.core.nested import is_finite
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
-from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
 from laplace.errors import CurvatureError, OutOfMemory
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
@@ -46,9 +44,13 @@ from laplace.structures.base import (
     other_structure,
     require_finite,
 )
-from laplace.structures.cost import DOUBLE, Cost, MatrixCost
+from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.dual import JointPrecision, ProjectedScan, Rows, left_of
 from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.profile import BatchProfile
 
 # Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
 
@@ -93,6 +95,31 @@ class HeadRoots:
             products = features[:, features.shape[1] - len(columns) :] @ columns
             squares[:, : columns.shape[1]].addcmul_(products, products)
         return squares.unflatten(1, (-1, self.n_outputs)).sum(1)
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    """Bytes of a sum of outer products of some tensors, `[E, p, p]`."""
+
+    running: int  # Bytes of the sum while batches are read
+    completing: int  # Bytes of the sum and the matrices that are made of it
+    pieces: int  # Bytes of what is multiplied out and dropped
+
+    @classmethod
+    def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
+        """That of tensors of these shapes."""
+        size = sum(shape.size for shape in shapes)
+        matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
+        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms, profile.device)
+        if pairs is None:
+            pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
+            return cls(matrix, matrix, pieces)
+        rows = profile.n_data
+        if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
+            rows *= max(shape.positions for shape in shapes)
+        running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
+        pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
+        return cls(running, running + matrix + strips, pieces)
 
 
 @dataclass(frozen=True)

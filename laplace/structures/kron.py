@@ -23,9 +23,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
-from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
-from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -67,6 +65,8 @@ from laplace.structures.spectra import (
 
 if TYPE_CHECKING:
     from laplace.compat.kron import KronDecomposed
+    from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.profile import BatchProfile
 
 
 # Damping of Kronecker factors: √δ on either side, in the normalisation of each paper.

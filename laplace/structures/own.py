@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import Curvature, DataPass, other_structure
 from laplace.structures.precision import Form, Precision
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import CurvatureEngine
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.core.precision_policy import widened
-from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
 from laplace.errors import StateError, UnsupportedError
 from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasis
@@ -24,6 +24,9 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.linalg import without_rounding
 from laplace.structures.log_det import Pairs, log_det_ratio
+
+if TYPE_CHECKING:
+    from laplace.engines.engine import Groups
 
 _AT_ONCE = 2**21
 """Bytes of float64 matrices that one call decomposes: of small ones a call takes as long as its work."""
