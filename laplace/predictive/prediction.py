@@ -441,20 +441,17 @@ class PosteriorOutputs:
     @property
     def positions(self) -> tuple[int, ...]:
         """Dimensions of the positions, empty for outputs `[B, C]`; of a quantity that was computed already."""
-        known = next(
-            (
-                name
-                for name in ("latent", "marginals", "_centred", "_full_covariance", "_drawn")
-                if name in self.__dict__
-            ),
-            "_mean",
-        )
-        return getattr(self, known).positions
+        known = self._read_already("latent", "marginals", "_centred", "_full_covariance", "_drawn")
+        return (self._mean if known is None else known).positions
 
     @property
     def outputs(self) -> Tensor | None:
         """Indices of these among the network's outputs, `[B, K]`; None for all."""
         return None if self.options.choice is None else self._mean.outputs
+
+    def _read_already(self, *names: str) -> Any:
+        """The first of these quantities that was read, and so costs no pass of the network; None if none was."""
+        return next((vars(self)[name] for name in names if name in vars(self)), None)
 
     # Latents.
 
@@ -462,14 +459,7 @@ class PosteriorOutputs:
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return replace(self._drawn, values=self._drawn.values.mean(0))
-        known = next(
-            (
-                self.__dict__[name]
-                for name in ("latent", "_sampling_gaussian", "marginals", "_centred")
-                if name in self.__dict__
-            ),
-            None,
-        )
+        known = self._read_already("latent", "_sampling_gaussian", "marginals", "_centred")
         if known is not None:
             return OutputRows(known.mean, known.positions, known.outputs)
         self.require_same()
