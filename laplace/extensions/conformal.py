@@ -469,8 +469,15 @@ class _Full:
 def _rightmost(residuals: Tensor, slopes: Tensor, own: Tensor, alpha: float) -> Tensor:
     """Largest u at which more than α (N + 1) of the N + 1 residuals are at least that of the new input, `[...]`.
 
-    |r_i − c_i u| ≥ d |u| holds between the roots r_i/(c_i ± d) where d > |c_i|, else outside of them, or on one side
-    of a single one. From the right, sets open and close at these ends; the new input counts everywhere.
+    |r_i − c_i u| ≥ d |u| holds, with the roots r_i/(c_i ± d), of which one is r_i/(2 c_i) where d = |c_i|:
+
+        d > |c_i|                between the roots
+        d < |c_i|                outside of them
+        d = |c_i|, r_i c_i > 0   to the left of the one root
+        d = |c_i|, r_i c_i < 0   to its right
+        d = |c_i|, r_i = 0       everywhere
+
+    From the right, these sets open and close at their ends; the new input counts everywhere.
 
     Args:
         residuals: r, `[..., N]`.
@@ -481,14 +488,21 @@ def _rightmost(residuals: Tensor, slopes: Tensor, own: Tensor, alpha: float) -> 
     own = own.unsqueeze(-1)
     roots = torch.stack([residuals / (slopes + own), residuals / (slopes - own)])
     first, second = roots.amin(0), roots.amax(0)
-    inside, single = own > slopes.abs(), own == slopes.abs()
-    half = residuals / (2 * slopes)
-    everywhere = single & (residuals == 0)
-    to_left = single & ((residuals > 0) == (slopes > 0))  # (−∞, half]; else [half, ∞)
-    none = torch.full_like(first, -math.inf)
-    begins = (~inside & ~single) | everywhere | (single & ~to_left)  # holds at +∞
-    opens = torch.where(inside, second, torch.where(single, half.where(to_left & ~everywhere, none), first))
-    closes = torch.where(inside, first, torch.where(single, half.where(~to_left & ~everywhere, none), second))
+    between, single = own > slopes.abs(), (own == slopes.abs()) & (residuals != 0)
+    everywhere = (own == slopes.abs()) & (residuals == 0)
+    outside = ~(between | single | everywhere)
+    left = single & ((residuals > 0) == (slopes > 0))
+    right = single & ~left
+    begins = outside | right | everywhere  # holds at +∞
+    root, never = residuals / (2 * slopes), torch.full_like(first, -math.inf)
+    opens, closes = never.clone(), never
+    for case, at_opening, at_closing in (
+        (between, second, first),
+        (outside, first, second),
+        (left, root, never),
+        (right, never, root),
+    ):
+        opens, closes = at_opening.where(case, opens), at_closing.where(case, closes)
     n = residuals.shape[-1]
     needed = math.floor(alpha * (n + 1) + 1e-9)  # of the others, besides the new input itself
     events = torch.cat([opens, closes], -1)

@@ -429,15 +429,15 @@ class LowRankKronPrecision(Precision):
         dtype = jacobian.summed_in(self.prior.precision.dtype)
         blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
         pairs = list(zip(self._solved, blocks, strict=True))
-        reduced = [part.reduced(block, dtype, form) for part, block in pairs]
-        flags = [cancels for _, cancels in reduced if cancels is not None]
-        if not flags or not is_true(torch.stack(flags).any()):
-            return total(values for values, _ in reduced)
-        wide = wide_dtype(flags[0].device)
-        return total(
-            values if cancels is None or not bool(cancels) else part.reduced(block.cast(wide), wide, form)[0].to(dtype)
-            for (part, block), (values, cancels) in zip(pairs, reduced, strict=True)
-        )
+        values, cancels = zip(*(part.reduced(block, dtype, form) for part, block in pairs), strict=True)
+        asked = [answer for answer in cancels if answer is not None]
+        if not asked or not is_true(torch.stack(asked).any()):  # one question for all tensors, as a rule
+            return total(values)
+        wide, again = wide_dtype(asked[0].device), list(values)
+        for i, (part, block) in enumerate(pairs):
+            if cancels[i] is not None and bool(cancels[i]):
+                again[i] = part.reduced(block.cast(wide), wide, form)[0].to(dtype)
+        return total(again)
 
     def diagonal_of_inverse(self) -> Tensor:
         return torch.cat([solved.diagonal() for solved in self._solved]).to(self.prior.precision.dtype)

@@ -451,13 +451,17 @@ class SumPass(DataPass, Generic[A]):
 
 def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
     """Tensors that are linked by keys that they have in common, directly or by way of others."""
-    groups: list[tuple[set[int], set[str]]] = []
+    groups = list(range(len(keys)))  # the group of every tensor
+    first: dict[str, int] = {}  # the first tensor that has a key
     for i, own in enumerate(keys):
-        known = set(own)
-        met = [group for group in groups if not known.isdisjoint(group[1])]
-        groups = [group for group in groups if known.isdisjoint(group[1])]
-        groups.append(({i}.union(*(tensors for tensors, _ in met)), known.union(*(theirs for _, theirs in met))))
-    return tuple(sorted(tuple(sorted(members)) for members, _ in groups))
+        for key in own:
+            theirs, mine = groups[first.setdefault(key, i)], groups[i]
+            if theirs != mine:
+                groups = [theirs if group == mine else group for group in groups]
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    return tuple(sorted(tuple(each) for each in members.values()))
 
 
 # Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.

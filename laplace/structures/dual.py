@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -382,9 +383,12 @@ def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:
 def between(parts: Sequence[Jacobian]) -> Tensor:
     """The kernel between all rows of all parts, `[R, R]`, float64; each pair of parts once."""
     with torch.no_grad(), kept_for_later():
-        rows = [[kernel(one, other).flatten(2).flatten(0, 1) for other in parts[i:]] for i, one in enumerate(parts)]
-        whole = [[rows[i][j - i] if j >= i else rows[j][i - j].T for j in range(len(parts))] for i in range(len(parts))]
-        values = torch.cat([torch.cat(row, 1) for row in whole])
+        blocks: dict[tuple[int, int], Tensor] = {}
+        for (i, one), (j, other) in combinations_with_replacement(enumerate(parts), 2):
+            blocks[i, j] = kernel(one, other).flatten(2).flatten(0, 1)
+            blocks[j, i] = blocks[i, j].T
+        numbers = range(len(parts))
+        values = torch.cat([torch.cat([blocks[i, j] for j in numbers], 1) for i in numbers])
         return 0.5 * (values + values.T)
 
 

@@ -307,12 +307,13 @@ class SmoothLoss(ValidationLoss):
             leaves = [variance for batch in variances for variance in batch]
             direct, *slopes = torch.autograd.grad(loss, [leaf, *leaves], allow_unused=True, retain_graph=True)
             gradient = torch.zeros_like(leaf) if direct is None else direct
-            pairs = list(zip(precisions, constants, strict=True))
-            parts = [(part, pair) for batch in every for part, pair in zip(batch, pairs, strict=True)]
-            for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
-                if slope is not None:
-                    jacobians = [self.summaries.varied(jacobian) for jacobian in part.jacobians]
-                    gradient = gradient + _through(precision, constant, jacobians, slope, leaf)
+            left = iter(slopes)
+            for batch in every:
+                for precision, constant, part in zip(precisions, constants, batch, strict=True):
+                    slope = next(left)
+                    if slope is not None:
+                        jacobians = [self.summaries.varied(jacobian) for jacobian in part.jacobians]
+                        gradient = gradient + _through(precision, constant, jacobians, slope, leaf)
             return loss.detach(), gradient
 
     def _users_variance(self, posterior: Posterior, batch: _Batch) -> Tensor:

@@ -632,7 +632,8 @@ class ForwardPass:
         for start in range(0, count, step):
             hot = self._one_hot(outputs, slice(start, min(start + step, count)))
             parts.append(self.row_blocks(hot.expand(-1, len(self.f), -1), only))
-        return {i: parts[0][i].join([part[i] for part in parts[1:]]) if len(parts) > 1 else parts[0][i] for i in only}
+        first, *others = parts
+        return {i: block.join([part[i] for part in others]) for i, block in first.items()} if others else first
 
     def _one_hot(self, outputs: Tensor | None, some: slice) -> Tensor:
         """One-hot cotangents of some of the K outputs, `[k, B·T, C]`, or `[k, 1, C]` if all rows share them."""

@@ -246,11 +246,17 @@ def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) 
 
 def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Explained.ALWAYS) -> bool:
     """True if the rules of a plan explain their tensors in another pass with the same recorded calls as well."""
-    return all(explains(problem, i, rule, capture) >= least for i, rule in enumerate(plan)) and all(
-        rule.uses[0].call in capture.heads if rule.is_head else capture.keeps_rows(rule.uses[0].call)
-        for rule in plan
-        if rule.by_row and least is Explained.ALWAYS
-    )
+    if any(explains(problem, i, rule, capture) < least for i, rule in enumerate(plan)):
+        return False
+    if least is not Explained.ALWAYS:
+        return True
+    for rule in plan:
+        if rule.by_row:
+            call = rule.uses[0].call
+            keeps_rows = call in capture.heads if rule.is_head else capture.keeps_rows(call)
+            if not keeps_rows:
+                return False
+    return True
 
 
 def require_explained(problem: Problem) -> None:
