@@ -314,11 +314,9 @@ class _Descent:
     def _batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """The data that are not ignored, on the model's device."""
         la = self.la
-        for batch in self.loader:
-            device, rules = la.prior_mean.device, la.engine.target_rules
-            data = next_token.counted(batch, la.dict_key_y, device, rules, la.weights.model)
-            if data is not None:
-                yield data
+        rules = la.engine.target_rules
+        for _, x, y in next_token.read(self.loader, la.dict_key_y, la.prior_mean.device, rules, la.weights.model):
+            yield x, y
 
 
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:

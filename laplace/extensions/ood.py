@@ -30,7 +30,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.extensions.asked import Several, group_of
 from laplace.extensions.features import FeatureStatistics, FeatureSums
 from laplace.network import next_token
-from laplace.network.model_guard import apart, autograd_mode, reading
+from laplace.network.model_guard import apart, autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, Pieces, gaussian_of, jacobians, shifted
 from laplace.predictive.options import PredictOptions
@@ -558,14 +558,12 @@ def _read_features(
 ) -> FeatureStatistics:
     likelihood, choices, sums = posterior.likelihood, posterior.choices, FeatureSums(classwise)
     device, layer = posterior.hypers.device, posterior.problem.head
-    bar = DataBar("features", loader, shown=progress_bar)
     with autograd_mode(), torch.no_grad():
-        for number, batch in enumerate(reading(loader)):
-            with named(f"batch {number} of train_loader"):
-                data = next_token.counted(batch, choices.dict_key_y, device, likelihood, posterior.model)
-                if data is None:
-                    continue
-                x, y = data
+        for name, x, y in next_token.read(
+            loader, choices.dict_key_y, device, likelihood, posterior.model,
+            name="batch {} of train_loader", label="features", progress_bar=progress_bar,
+        ):  # fmt: skip
+            with named(name):
                 if layer is None:
                     with apart(posterior.model, posterior.call) as model:
                         extractor = FeatureExtractor(model, forward_fn=posterior.call)
@@ -578,8 +576,6 @@ def _read_features(
                     checked = likelihood.check_targets(rows_of(f, posterior.channel_dim).values, y)
                     labels = checked.argmax(1) if checked.is_floating_point() else checked
                 sums.add(features, labels, f.shape[1] if likelihood.class_targets else 1)
-                bar.add(len(y))
-    bar.close()
     return sums.statistics(layer or "")
 
 

@@ -30,7 +30,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, U
 from laplace.extensions.asked import Asked, posterior_of
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, reading, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.sampled import finite, sampler
 
@@ -235,11 +235,7 @@ class _Rows:
     def _computed(self) -> Iterator[Tensor]:
         posterior, key = self.posterior, self.posterior.choices.dict_key_y
         engine, problem, likelihood = posterior.engine, posterior.problem, posterior.likelihood
-        for item in reading(self.loader):
-            counted = next_token.counted(item, key, problem.device, engine.target_rules, problem.module)
-            if counted is None:
-                continue
-            x, y = counted
+        for _, x, y in next_token.read(self.loader, key, problem.device, engine.target_rules, problem.module):
             done = 0
             with closing(engine.jacobian(x)) as parts:
                 for jacobian, f in parts:

@@ -629,8 +629,8 @@ class Subsample:
     @classmethod
     def drawn(cls, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, options: FitOptions) -> Subsample:
         """Those that `options.generator` draws, whatever the order of the loader's data."""
-        bar = DataBar("fit, loss", loader, shown=options.progress_bar)
-        summary, n_inputs = _losses(_counted(loader, engine, choices.dict_key_y), engine, bar)
+        data = _counted(loader, engine, choices.dict_key_y, label="fit, loss", progress_bar=options.progress_bar)
+        summary, n_inputs = _losses(data, engine)
         size, source = options.subset, options.generator
         if source is None or isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= n_inputs:
             raise InvalidArgument(f"subset={size}; it must be an integer from 1 to {n_inputs}, the number of data.")
@@ -650,36 +650,30 @@ class Subsample:
         return replace(fit, curvature=curvature, **facts)
 
 
-def _losses(
-    data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine, bar: DataBar
-) -> tuple[BatchSummary, int]:
+def _losses(data: Iterable[tuple[str, Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
     """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
     total: BatchSummary | None = None
     n_inputs = 0
-    for number, x, y in data:
-        with named(f"batch {number}"):
+    for name, x, y in data:
+        with named(name):
             rows = outputs(engine, x)
             f = rows.values
             targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
         terms, count = likelihood.loss_terms(f, targets).detach(), likelihood.count(f, targets)
         new = BatchSummary(terms, count, f.shape[1], likelihood.observations(f, targets))
         total, n_inputs = new if total is None else total.joined(new), n_inputs + len(y)
-        bar.add(len(y))
-    bar.close()
     if total is None:
         raise InvalidData(checks.NO_DATA)
     return total, n_inputs
 
 
-def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """The data that are not ignored, batch by batch, with the number of the batch."""
-    device, rules = engine.problem.device, engine.target_rules
-    for number, item in enumerate(reading(loader)):
-        with named(f"batch {number}"):
-            data = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
-        if data is not None:
-            yield number, *data
+def _counted(
+    loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str, *, label: str = "", progress_bar: bool = False
+) -> Iterator[tuple[str, Inputs, Tensor]]:
+    """Name, inputs and targets of every batch, without ignored ones."""
+    device, rules, model = engine.problem.device, engine.target_rules, engine.problem.module
+    return next_token.read(loader, dict_key_y, device, rules, model, label=label, progress_bar=progress_bar)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
-from laplace.network.model_guard import reading
 from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.cost import Cost
 from laplace.weights.problem import Problem
@@ -157,10 +156,8 @@ def first_counted(
     loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
     """The data of the first batch that has any, without ignored ones."""
-    for batch in reading(loader):
-        data = next_token.counted(batch, dict_key_y, device, likelihood, model)
-        if data is not None:
-            return data
+    for _, x, y in next_token.read(loader, dict_key_y, device, likelihood, model):
+        return x, y
     raise InvalidData("the loader gave no data, or all are ignored; a plan needs at least one datum.")
 
 

@@ -10,7 +10,7 @@ A head of Hugging Face with one number takes labels `[B]`: numbers `[B]` of a ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import CallByName, Inputs
-from laplace.core.checks import is_true
+from laplace.core.checks import is_true, named
 from laplace.core.memory import ran_out
 from laplace.core.pieces import operations_are_dear
+from laplace.core.progress import DataBar
 from laplace.errors import ApproximationWarning, warn
-from laplace.network.model_guard import apart, autograd_mode
+from laplace.network.model_guard import apart, autograd_mode, reading
 
 IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
@@ -102,6 +103,31 @@ def weighed(
     if not keep.any():
         return None
     return batches.select(x, keep, len(y)), y[keep], None if weights is None else weights[keep]
+
+
+def read(
+    loader: Iterable[Any],
+    dict_key_y: str,
+    device: torch.device,
+    rules: TargetRules,
+    model: nn.Module,
+    *,
+    name: str = "batch {}",
+    label: str = "",
+    progress_bar: bool = False,
+) -> Iterator[tuple[str, Inputs, Tensor]]:
+    """Name, inputs and targets of every batch, without ignored ones, on a device; batches without any are left out.
+
+    `name` is what messages call a batch by its number. A progress bar has a `label`, and counts what was made use of.
+    """
+    bar = DataBar(label, loader, shown=progress_bar)
+    for number, batch in enumerate(reading(loader)):
+        with named(name.format(number)):
+            data = counted(batch, dict_key_y, device, rules, model)
+        if data is not None:
+            yield name.format(number), *data
+            bar.add(len(data[1]))
+    bar.close()
 
 
 def all_count(some: Sequence[Any], rules: TargetRules) -> list[bool]:

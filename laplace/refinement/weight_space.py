@@ -13,7 +13,6 @@ from laplace.core.batch import Inputs, require_loader
 from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
-from laplace.core.progress import DataBar
 from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import GGNEngine
@@ -25,7 +24,6 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
-from laplace.network.model_guard import reading
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, Smoothing
 from laplace.structures.fit import Fit
@@ -80,20 +78,17 @@ class LinearData:
         require_loader(loader, "loader")
         self.engine = engine
         self.batches: list[LinearBatch] = []
-        n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
-        bar = DataBar("refine, data", loader, shown=progress_bar)
-        for number, item in enumerate(reading(loader)):
-            with named(f"batch {number}"):
-                counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
-                if counted is None:
-                    continue
-                batch = LinearBatch(engine, *counted)
+        n_bytes, problem = 0, engine.problem
+        for name, x, y in next_token.read(
+            loader, dict_key_y, problem.device, engine.target_rules, problem.module,
+            label="refine, data", progress_bar=progress_bar,
+        ):  # fmt: skip
+            with named(name):
+                batch = LinearBatch(engine, x, y)
             n_bytes += batch.linear.n_bytes
             if n_bytes > KEPT_BYTES:
                 batch.kept = None
             self.batches.append(batch)
-            bar.add(len(batch.f))
-        bar.close()
         if not self.batches:
             raise InvalidData("the loader gave no data, or all are ignored; a refinement needs those of the fit.")
 

@@ -27,7 +27,7 @@ from laplace.errors import LaplaceError, silently
 from laplace.grid import from_names
 from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.network import next_token
-from laplace.network.model_guard import autograd_mode, reading, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
@@ -98,13 +98,8 @@ def losses_without_each(
 def _first(la: ParametricLaplace, train_loader: Iterable[Any]) -> list[tuple[Inputs, Tensor]]:
     """The first data of a loader, in its batches; of the last of these evenly spaced ones."""
     data: list[tuple[Inputs, Tensor]] = []
-    left = _ROWS
-    for batch in reading(train_loader):
-        device, rules = la.prior_mean.device, la.engine.target_rules
-        counted = next_token.counted(batch, la.dict_key_y, device, rules, la.weights.model)
-        if counted is None:
-            continue
-        x, y = counted
+    left, device = _ROWS, la.prior_mean.device
+    for _, x, y in next_token.read(train_loader, la.dict_key_y, device, la.engine.target_rules, la.weights.model):
         if len(y) > left:
             rows = torch.arange(left, device=device) * len(y) // left
             x, y = batches.select(x, rows, len(y)), y[rows]

@@ -603,11 +603,9 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     def find() -> tuple[int | None, str | None] | None:
         rules, model, device = la.likelihood_object, la.weights.model, la.prior_mean.device
         with autograd_mode(), torch.no_grad(), same_random_state(model):
-            for batch in reading(train_loader):
-                data = next_token.counted(batch, la.dict_key_y, device, rules, model)
-                if data is not None:
-                    posterior = infer_from_first_batch(la.snapshot(), *data)
-                    return posterior.choices.channel_dim, posterior.problem.head
+            for _, x, y in next_token.read(train_loader, la.dict_key_y, device, rules, model):
+                posterior = infer_from_first_batch(la.snapshot(), x, y)
+                return posterior.choices.channel_dim, posterior.problem.head
         return None
 
     # A process may have no data.

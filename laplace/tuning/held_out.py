@@ -27,7 +27,6 @@ from laplace.core.checks import named
 from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_ours
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
-from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator
 from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
 from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
@@ -319,19 +318,14 @@ class HeadData:
         engine = _native_backend(choices).engine(posterior.weights, problem, split_outputs=False)
         parts: list[HeadRows] = []
         n_data = 0
-        bar = DataBar("features of the head", train_loader, shown=progress_bar)
         with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
-            for number, batch in enumerate(reading(train_loader)):
-                with named(f"batch {number}"):
-                    data = next_token.counted(
-                        batch, choices.dict_key_y, problem.device, engine.target_rules, problem.module
-                    )
-                    if data is None:
-                        continue
-                    parts.append(HeadRows.of_batch(engine, *data, n_data))
-                n_data += len(data[1])
-                bar.add(len(data[1]))
-        bar.close()
+            for name, x, y in next_token.read(
+                train_loader, choices.dict_key_y, problem.device, engine.target_rules, problem.module,
+                label="features of the head", progress_bar=progress_bar,
+            ):  # fmt: skip
+                with named(name):
+                    parts.append(HeadRows.of_batch(engine, x, y, n_data))
+                n_data += len(y)
         if not parts:
             raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
         rows, seen = HeadRows.concatenated(parts), posterior.map_fit.n_data

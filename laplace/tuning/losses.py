@@ -16,7 +16,6 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.checks import named
 from laplace.core.content import Content, ContentReader, warn_of_training_data
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
@@ -270,17 +269,14 @@ class Validation:
         """
         loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
-        bar, content = DataBar(label, loader, shown=self.progress_bar), ContentReader()
-        for number, batch in enumerate(reading(loader)):
-            name = f"validation batch {number}"
-            with named(name):
-                data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
-            if data is not None:
-                empty = False
-                content.see(*data)
-                yield name, *data
-                bar.add(len(data[1]))
-        bar.close()
+        content, key = ContentReader(), posterior.choices.dict_key_y
+        for name, x, y in next_token.read(
+            loader, key, device, likelihood, posterior.model,
+            name="validation batch {}", label=label, progress_bar=self.progress_bar,
+        ):  # fmt: skip
+            empty = False
+            content.see(x, y)
+            yield name, x, y
         self.seen[:] = [content.content]
         calibration = posterior.calibration
         if calibration is not None and calibration._content is not None and calibration._content.holds(content.content):
