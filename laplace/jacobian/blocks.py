@@ -27,7 +27,6 @@ from laplace.core.gaussian import centred, centred_variance
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.pieces import bytes_at_once, numbers_at_once
-from laplace.core.registry import Registry
 from laplace.errors import StateError
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class TensorShape:
         return self.n_inputs if self.indexed else self.groups * self.n_inputs**2
 
 
-BLOCKS: Registry[type[Block]] = Registry("kind of block")
+BLOCKS: dict[str, type[Block]] = {}
 """Blocks that states hold, by name."""
 
 
@@ -304,7 +303,7 @@ class Block(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("kind"):
-            BLOCKS.register(cls.kind)(cls)
+            BLOCKS[cls.kind] = cls
 
     # What it is made of.
 

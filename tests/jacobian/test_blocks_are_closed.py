@@ -76,7 +76,7 @@ class KeptSparseBlock(SparseBlock):
         return cls(state["a"], state["g"], state["source"], state["target"])
 
 
-BLOCKS.register("sparse")(KeptSparseBlock)
+BLOCKS["sparse"] = KeptSparseBlock
 
 
 class Connections(nn.Module):
