@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-from tests.source import FILES, ROOT, file_of, for_type_checkers, imports, in_function, name_of, where
+from tests.source import (
+    FILES,
+    ROOT,
+    file_of,
+    for_type_checkers,
+    import_graph,
+    imports,
+    in_function,
+    name_of,
+    where,
+)  # fmt: skip
 from tests.storeys import OBJECTS, STOREYS, code, storey_of
 
 
@@ -37,6 +47,16 @@ def test_storeys_hold_no_more_than_they_may() -> None:
     assert not {s.name: (found[s.name], s.most) for s in STOREYS if found[s.name] > s.most}
     # Nor is there room that nobody asked for.
     assert not {s.name: (found[s.name], s.most) for s in STOREYS if found[s.name] < 0.97 * s.most}
+
+
+def test_a_structure_reaches_few_modules() -> None:
+    """What has to be read, from the ground up, to understand Kronecker factors; engines are known there by type."""
+    graph, reached, left = import_graph(), set[str](), ["structures/kron.py"]
+    while left:
+        new = graph[left.pop()] - reached
+        reached |= new
+        left += new
+    assert len([name for name in reached if not name.endswith("__init__.py")]) <= 30
 
 
 def test_the_design_tells_the_storeys() -> None:
