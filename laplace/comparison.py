@@ -98,6 +98,7 @@ class Comparison:
         n_labels: Number of labels or targets that were scored: more than data with an output per token or pixel.
         names: Names of the two in the table, `("network", "posterior")`; for a mixture the first is `"ensemble"`.
         n_undefined: Number of labels or targets at which a prediction is NaN; there is no verdict then.
+        calibration: What a calibration has made of the posterior, in a sentence; empty without one.
     """
 
     rows: Mapping[str, Row]
@@ -105,6 +106,7 @@ class Comparison:
     n_labels: int
     names: tuple[str, str] = ("network", "posterior")
     n_undefined: int = 0
+    calibration: str = ""
 
     @property
     def verdict(self) -> str:
@@ -141,11 +143,12 @@ class Comparison:
         return cells
 
     @property
-    def _notes(self) -> tuple[str, str]:
-        """Lines below the table: what its numbers are, and the verdict."""
+    def _notes(self) -> tuple[str, ...]:
+        """Lines below the table: what its numbers are, the calibration, and the verdict."""
         labels = "" if self.n_labels == self.n_data else f" with {self.n_labels:,} labels"
         return (
             f"Differences ± one paired standard error, on {self.n_data:,} data{labels}.",
+            *([f"The {self.names[1]} is {self.calibration}."] if self.calibration else []),
             f"{self.verdict[0].upper()}{self.verdict[1:]}.",
         )
 

@@ -376,7 +376,7 @@ def describe(la: BaseLaplace) -> str:
         fit = posterior.fit
         lines.append(f"fitted to {fit.n_data:,.10g} data with {fit.n_outputs} outputs")
         if posterior.calibration is not None:
-            lines.append(calibrated_note(posterior.calibration))
+            lines.append(posterior.calibration.sentence)
         lines += [note for note in (fit.curvature.note, prior_note(posterior), refined_note(posterior)) if note]
     return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
 
@@ -393,13 +393,6 @@ def prior_note(posterior: Posterior) -> str | None:
     if in_eigenbases and not posterior.evidence.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
-
-
-def calibrated_note(calibration: Calibration) -> str:
-    """Says what a calibration chose."""
-    own = f"the {calibration.reference} itself"
-    what = own if calibration.is_network else f"its covariance times {calibration.scale:.3g}"
-    return f"calibrated on {calibration.held_out}: {what}, prior precision {_values(calibration.prior_precision)}"
 
 
 def refined_note(posterior: Posterior) -> str | None:

@@ -114,8 +114,14 @@ class Tunable(ABC):
     ) -> Calibration:
         """Chooses, on held-out data, the posterior that predicts best, or the network itself: a call that is safe.
 
-        Candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1 of the
-        covariance, and in regression noises σ around the size of the residuals. They are compared by the log
+        First a width that follows the input is chosen: how far the inputs of layers are from those of the training
+        data, relative to a typical held-out input, with the widest of seven factors that is not shown to be worse than
+        the network (`laplace.posterior.tilt`). It needs the second moments of these inputs, which a fit with Kronecker
+        factors has, and one over a last layer (up to 64 MiB of features); else give `train_loader` as well. Predictions
+        cost no Jacobian for it. `calibration.untilted` says why there is none.
+
+        On top of it candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1
+        of the covariance, and in regression noises σ around the size of the residuals. They are compared by the log
         predictive density of n held-out targets. The chosen one has the smallest mean difference from the network plus
         ½ + 4/√n paired standard errors; where that gains less than 0.001 nats, the network is chosen. Predictions,
         samples, intervals and exports then have the covariance c Σ(δ) (a cold posterior: Wenzel et al., 2020) and the
@@ -140,7 +146,8 @@ class Tunable(ABC):
         Args:
             val_loader: Validation data, batches as `fit` takes them: labelled data that neither the network nor the
                 posterior was fitted to. A hundred or more; below 20 a warning says that luck decides.
-            train_loader: The training data, where there are no validation data; not used otherwise.
+            train_loader: The training data, where there are no validation data. With these it is read once where the
+                fit does not hold the second moments of the layers' inputs.
             link_approx: Link approximation that is scored: `"probit"`, `"mc"` or `"delta"`.
             n_samples: Number of Monte-Carlo samples with `"mc"`.
             keep_noise: Leave `la.sigma_noise` as it is (regression).
@@ -182,7 +189,8 @@ class Tunable(ABC):
             if val_loader is not None:
                 val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
                 data = Validation(val_loader, progress_bar=progress_bar, refuse_training_data=True)
-                chosen = search.calibrate(group, [search.Piece(group, data)], grid, "validation data")
+                pieces = [search.Piece(group, data)]
+                chosen = search.calibrate(group, pieces, grid, "validation data", train_loader=train_loader)
                 chosen = replace(chosen, _content=data.seen[-1])
             elif train_loader is None:
                 raise InvalidArgument(

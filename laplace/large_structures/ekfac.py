@@ -24,7 +24,7 @@ from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
-from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData, StateError
@@ -102,6 +102,9 @@ class EkfacCurvature(Curvature):
 
     def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return self.kron.units(layout)
+
+    def input_moments(self, place: int) -> Factor | None:
+        return self.kron.input_moments(place)
 
     @property
     def n_terms(self) -> int:

@@ -19,6 +19,7 @@ from laplace.core import nested
 from laplace.core.content import Content
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.errors import InvalidArgument
+from laplace.posterior.tilt import Tilt
 
 _VANISHING = 1e-12
 """Scale of a covariance that stands for none, at δ ≥ 1 and σ ≥ 1: predictions are then the network's to rounding."""
@@ -57,6 +58,9 @@ class Calibration:
         approximate: Why the held-out score is only a forecast; empty where it is none.
         reference: What posteriors are compared with: `"network"`, or after `la.refine` `"refined mean"`, the linearised
             network at θ̂, which is what stays of a refined posterior without its covariance.
+        tilt: The width that follows the input, on which the candidates of the table are, which are compared with the
+            network of this width; None without it.
+        untilted: Why there is none.
     """
 
     scale: float
@@ -74,6 +78,8 @@ class Calibration:
     table: dict[str, Tensor] = field(repr=False)
     approximate: str = ""
     reference: str = "network"
+    tilt: Tilt | None = None
+    untilted: str = ""
     _content: Content | None = field(default=None, repr=False)  # of validation data, to know them again; in no state
     _undo: Callable[[], None] | None = field(default=None, repr=False)
 
@@ -94,6 +100,14 @@ class Calibration:
                 sigma_noise=self.sigma_noise,
                 temperature=self.before.temperature * scale * ratio,
             )
+
+    @property
+    def sentence(self) -> str:
+        """What predictions are, in a sentence."""
+        own = f"the {self.reference} itself" if self.is_network else f"the covariance times {self.scale:.3g}"
+        prior = f"prior precision {_number(self.prior_precision)}"
+        width = "" if self.tilt is None else f"; {self.tilt.sentence}"
+        return f"calibrated on {self.held_out}: {own}, {prior}{width}"
 
     def is_of(self, hypers: Hyperparameters) -> bool:
         """True if it was chosen at these prior precisions, noises and temperature."""
@@ -129,6 +143,13 @@ class Calibration:
     def __repr__(self) -> str:
         names = [f"on {self.held_out}"] + [f"link_approx={self.link_approx!r}"] * bool(self.link_approx)
         lines = [", ".join(names), f"{self.reference:<10} NLL {self.network_nll:.4f}"]
+        if self.tilt is not None:
+            gap = self.tilt.nll - self.network_nll
+            lines.append(
+                f"by input   NLL {self.tilt.nll:.4f}, {gap:+.4f} ± {self.tilt.standard_error:.4f}: {self.tilt.sentence}"
+            )
+        elif self.untilted:
+            lines.append(f"by input   no width: {self.untilted}")
         if self.is_network:
             lines.append(
                 f"chosen: the {self.reference} itself; of {self.table['differences'].numel()} posteriors none was "
@@ -164,11 +185,13 @@ class Calibration:
             sigma_noise=self.sigma_noise.to(device=device, dtype=dtype),
             network_noise=self.network_noise.to(device=device, dtype=dtype),
             before=self.before.moved(device, dtype),
+            tilt=None if self.tilt is None else self.tilt.moved(device, dtype),
         )
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings, from which it is made again."""
         state = self._values() | {"before": self.before.state(), "table": dict(self.table)}
+        state["tilt"] = nested.state_of(self.tilt)
         return {name: value for name, value in state.items() if name not in ("_undo", "_content")}
 
     @classmethod
@@ -176,7 +199,9 @@ class Calibration:
         """The calibration of a state, on a device."""
         before = Hyperparameters.from_state(state["before"], device)
         moved = {name: state[name].to(device) for name in ("prior_precision", "sigma_noise", "network_noise")}
-        return nested.from_state(cls, state | moved | {"before": before})
+        tilt = state.get("tilt")
+        made = {"before": before, "tilt": None if tilt is None else Tilt.from_state(tilt, device)}
+        return nested.from_state(cls, state | moved | made)
 
 
 def _change(former: Tensor, chosen: Tensor) -> str:

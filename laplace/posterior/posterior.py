@@ -418,6 +418,8 @@ class Posterior:
     root: Tensor | None = None
     # What held-out data chose for predictions; the hyper-parameters are those without it
     calibration: Calibration | None = None
+    # Of the posterior that a calibration makes for predictions: the calibration, which it applies; else None
+    applied: Calibration | None = None
     cache: Cache = field(default_factory=Cache, repr=False)  # The engine and the last precision, made on first use
 
     # Other posteriors.
@@ -455,7 +457,8 @@ class Posterior:
         known = self.cache.predictive
         if known is None or known[0] is not self.calibration or known[1].data is not self.data:
             hypers = replace(self.calibration.hypers, prior_mean=self.hypers.prior_mean)  # a mixture shares the others
-            made = replace(self, hypers=hypers, root=None, calibration=None, cache=Cache(self.cache.engine))
+            own = {"root": None, "calibration": None, "applied": self.calibration, "cache": Cache(self.cache.engine)}
+            made = replace(self, hypers=hypers, **own)
             self.cache.predictive = known = self.calibration, made
         return known[1]
 

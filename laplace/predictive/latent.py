@@ -22,6 +22,7 @@ from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
+from laplace.jacobian.heads import HeadBlock, HeadRows
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.precision import Form, Precision
 
@@ -119,12 +120,15 @@ class LinearisedOutputs(GaussianSource):
             rows = outputs(engine, self.x, create_graph=self.through_x)
             return rows if self.choice is None else self.choice.picked(rows)
 
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(
+        self, form: str, *, wide: bool = False, noted: Callable[[Pieces], Pieces] = lambda pieces: pieces
+    ) -> Gaussian:
+        """As of `GaussianSource`; `noted` is given the Jacobians and outputs, which it returns."""
         with checks.together():
             self.posterior.check_unchanged()
             return linearised(
                 self.posterior.engine, self.precision, self.x, form, step=self.posterior.refined_step,
-                create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size,
+                create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size, noted=noted,
             )  # fmt: skip
 
 
@@ -144,6 +148,7 @@ def linearised(
     wide: bool = False,
     choice: OutputChoice | None = None,
     group_size: int | None = None,
+    noted: Callable[[Pieces], Pieces] = lambda pieces: pieces,
 ) -> Gaussian:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent [Redux, appendix B, linearised outputs].
 
@@ -157,7 +162,7 @@ def linearised(
         pieces = jacobians(engine, x, choice, create_graph=create_graph)
     if torch.is_grad_enabled() and not create_graph:
         pieces = _without_graph(pieces)
-    return gaussian_of(shifted(pieces, step), precision, form, wide=wide, group_size=group_size)
+    return gaussian_of(shifted(noted(pieces), step), precision, form, wide=wide, group_size=group_size)
 
 
 def gaussian_of(
@@ -246,6 +251,16 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
 
                 mean = mean + moved_by(jacobian, step)
             yield jacobian, mean
+
+
+def noted_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
+    """Jacobians and outputs as they are, with the inputs of a head written down."""
+    with closing(pieces):
+        for jacobian, f in pieces:
+            block = jacobian.blocks[0]
+            if isinstance(block, HeadBlock | HeadRows) and not block.is_bias:
+                seen.append(block.features)
+            yield jacobian, f
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:

@@ -35,6 +35,7 @@ from laplace.posterior.posterior import Posterior, version
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.prediction import Draw, Draws, PosteriorOutputs, Prediction, laid_out
+from laplace.predictive.tilted import TiltedOutputs
 
 
 def is_loader(x: Any) -> bool:
@@ -191,21 +192,29 @@ class Predictor:
             source = self._sampled(x, options, model_kwargs)
         sigma = self.posterior.sigma_noise if source.create_graph else self.posterior.sigma_noise.detach()
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
+        applied = self.posterior.applied
+        if applied is not None and applied.tilt is not None:
+            sigma = applied.tilt.noise(self.posterior.likelihood, sigma)
         return PosteriorOutputs(source, self.posterior.likelihood, sigma, options, draws)
 
     def linearised(
         self, x: Inputs, choice: OutputChoice | None = None, group_size: int | None = None
-    ) -> LinearisedOutputs:
+    ) -> LinearisedOutputs | TiltedOutputs:
         """Outputs of the linearised network: all, or those of a choice; jointly all inputs, or those of a group."""
         posterior, graph = self.posterior, self.graph
         self._look_at(x)
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
-        return LinearisedOutputs(posterior, precision, x, graph, self.through_x, choice, group_size)
+        source = LinearisedOutputs(posterior, precision, x, graph, self.through_x, choice, group_size)
+        applied = posterior.applied
+        if applied is None or applied.tilt is None:
+            return source
+        return TiltedOutputs(source, applied.tilt, alone=applied.is_network)
 
     def _sampled(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> SampleSource:
         """Outputs of the network at sampled weights."""
         from laplace.predictive.sampled import SampledOutputs, refuse_refined
+        from laplace.predictive.tilted import TiltedSamples
 
         posterior, graph = self.posterior, self.graph
         check_model_kwargs(posterior.problem.module, model_kwargs)
@@ -213,7 +222,11 @@ class Predictor:
         refuse_refined(posterior.refined_step, posterior.problem)
         more = x, model_kwargs, graph, self.through_x, options.choice
         with torch.set_grad_enabled(graph):
-            return SampledOutputs(posterior, posterior.sampler(), *more)
+            source = SampledOutputs(posterior, posterior.sampler(), *more)
+        applied = posterior.applied
+        if applied is None or applied.tilt is None:
+            return source
+        return TiltedSamples(source, applied.tilt, alone=applied.is_network)
 
     def _look_at(self, x: Inputs) -> None:
         """Warns of gradients that the prediction will not have, of data that are coupled, and of a noise left at 1."""

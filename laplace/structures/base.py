@@ -25,6 +25,7 @@ from laplace.structures.precision import OneByOne, Precision, VariancesOverPrior
 
 if TYPE_CHECKING:
     from laplace.engines.engine import BatchSummary, CurvatureEngine
+    from laplace.engines.kron_parts import Factor
     from laplace.engines.profile import BatchProfile
 
 A = TypeVar("A", bound="AdditiveCurvature")
@@ -128,6 +129,10 @@ class Curvature(ABC):
     is_wide: bool = False
     holds_inputs: bool = False
     by_layer: bool = False
+
+    def input_moments(self, place: int) -> Factor | None:
+        """Σ a aᵀ over the inputs of the layer of a weight, times a number, `[G, I, I]`; None where it is not held."""
+        return None
 
     # Before data are read.
 

@@ -23,7 +23,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
-from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
+from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -443,6 +443,11 @@ class KronCurvature(AdditiveCurvature):
     @property
     def n_terms(self) -> int:
         return self.parts.n_terms
+
+    def input_moments(self, place: int) -> Factor | None:
+        block = self.parts.blocks[place]
+        side = None if block.kind != "kron" or block.input is None else self.parts.every[block.input]
+        return side if side is not None and side.ndim == _INPUT_DIMS else None
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:

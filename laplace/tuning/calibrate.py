@@ -19,20 +19,25 @@ import torch
 from torch import Tensor
 
 from laplace.core.arguments import check_counts
+from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.engines.layer_inputs import in_rows, layer_inputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
+from laplace.posterior.tilt import Leverage, Tilt
+from laplace.predictive.latent import noted_inputs
 from laplace.predictive.predict import noise_like, unlike_squares
 from laplace.predictive.prediction import mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
-from laplace.tuning.candidates import MixedCandidates, Predictive
+from laplace.tuning import tilting
+from laplace.tuning.candidates import Candidates, MixedCandidates, Predictive
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.held_out import held_out_part, refits_of_head
 from laplace.tuning.losses import Prediction, Targets, Validation, find_score, warn_if_worse_than_chance
@@ -83,6 +88,25 @@ class LeftOut:
 
     group: PosteriorGroup
     found: LeaveOneOut
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of held-out data as it was read; of a head with what it takes to score candidates."""
+
+    f: Tensor  # the network's outputs, `[R, C]`
+    positions: tuple[int, ...]
+    leverages: Tensor  # `[R, L]`
+    head: _HeadBatch | None = None
+
+
+@dataclass(frozen=True)
+class _HeadBatch:
+    """What a batch of a head is scored by, which is no more than its inputs, `[R, 1, 1, D]`."""
+
+    y: Tensor
+    inputs: Tensor
+    latents: Latents
 
 
 def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeftOut | None:
@@ -192,12 +216,18 @@ def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None
 
 
 def calibrate(
-    now: PosteriorGroup, pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, held_out: str, approximate: str = ""
+    now: PosteriorGroup,
+    pieces: Sequence[Piece | LeftOut],
+    grid: CalibrationGrid,
+    held_out: str,
+    approximate: str = "",
+    train_loader: Iterable[Any] | None = None,
 ) -> Calibration:
     """Choice of the held-out data for posteriors at their present hyper-parameters; nothing is changed.
 
     The pieces are posteriors like these, fitted without data that they are scored on: one with validation data.
-    `held_out` says where the data come from, and `approximate` why their scores are only a forecast.
+    `held_out` says where the data come from, and `approximate` why their scores are only a forecast. The training data
+    have the second moments of layers' inputs, where the fit does not.
     """
     hypers = now.hypers(())
     if any(isinstance(piece, LeftOut) for piece in pieces):  # an input is left out at the mode of one prior alone
@@ -208,9 +238,10 @@ def calibrate(
         if now.likelihood.has_noise and grid.noise:
             noises, network_noise = _noises(pieces, grid, hypers)
             grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
-        scores = _Scores(grid, noises, network_noise)
+        tilt, why_none, kept = _tilt(now, pieces, grid, network_noise, train_loader)
+        scores = _Scores(grid, noises, network_noise, tilt)
         for piece in pieces:
-            scores.read(piece)
+            scores.read(piece, kept)
     scores.check_labels()
     squares = network_noise.square() if now.likelihood.has_noise and grid.noise else None
     warn_if_worse_than_chance(now.first, scores.n_data, scores.network_nll if scores.n_data else math.nan, squares)
@@ -241,7 +272,7 @@ def calibrate(
         n_data=scores.n_data,
         link_approx="" if now.likelihood.has_noise else str(grid.predictive.link_approx),
         network_nll=scores.network_nll,
-        posterior_nll=scores.network_nll + (differences[i, j, k].item() if is_better else 0.0),
+        posterior_nll=scores.tilted_nll + (differences[i, j, k].item() if is_better else 0.0),
         standard_error=errors[i, j, k].item() if is_better else 0.0,
         caution=n_errors,
         table={
@@ -253,7 +284,62 @@ def calibrate(
         },
         approximate=approximate,
         reference="refined mean" if is_refined else "network",
+        tilt=tilt,
+        untilted=why_none,
     )
+
+
+def _tilt(
+    now: PosteriorGroup,
+    pieces: Sequence[Piece | LeftOut],
+    grid: CalibrationGrid,
+    sigma: Tensor,
+    train_loader: Iterable[Any] | None,
+) -> tuple[Tilt | None, str, list[_HeadBatch]]:
+    """The width that follows the input, or why there is none; of a head also all batches, which were read for it."""
+    posterior = now.first
+    if len(now.posteriors) > 1:
+        return None, "it is of one network, not of a mixture", []
+    if len(pieces) > 1 or not isinstance(pieces[0], Piece) or pieces[0].group.first is not posterior:
+        return None, "it takes validation data, val_loader=", []
+    leverages, why_none = tilting.leverages_of(posterior, train_loader)
+    if not leverages:
+        return None, why_none, []
+    piece, scored = pieces[0], grid.of(pieces[0], sigma)
+    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_HeadBatch]()
+    for name, x, y in piece.data.batches(posterior, label="calibrate"):
+        with named(name):
+            batch = _read(scored.parts[0], leverages, x, y)
+            counted = _Rows.of(posterior, batch.f, y, batch.positions)
+        rows.outputs.append(batch.f[counted.index])
+        rows.targets.append(counted.y)
+        rows.leverages.append(batch.leverages[counted.index])
+        rows.inputs.append(rows.n_inputs + counted.inputs)
+        rows.n_inputs += counted.n_data
+        if rows.n_bytes > tilting.MOST_BYTES:
+            return None, f"the held-out outputs are more than {tilting.MOST_BYTES >> 20} MiB", []
+        if batch.head is not None:
+            read.append(batch.head)
+    n_data = sum(len(part.unique()) for part in rows.inputs)
+    if n_data < 2:
+        return None, "there are too few data", []
+    found = tilting.choose(summaries, leverages, rows, sigma, caution(n_data))
+    return (None, found, read) if isinstance(found, str) else (found, "", read)
+
+
+def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _Batch:
+    """A batch by one pass: of a head with its Jacobian, which is no more than its inputs; else the forward pass."""
+    posterior, names = part.posterior, tuple(each.layer for each in leverages)
+    if posterior.problem.head is not None and not posterior.problem.reduction:
+        seen: list[Tensor] = []
+        latents = part.latents(x, noted=lambda pieces: noted_inputs(pieces, seen))
+        if sum(map(len, seen)) == len(latents[0]):
+            head = torch.cat(seen)[:, None, None]
+            found = tilting.in_layers(leverages, {names[0]: head}, len(head))
+            return _Batch(latents[0], latents[2], found, _HeadBatch(y, head, latents))
+    outputs, inputs = layer_inputs(posterior.problem, x, names)
+    f = outputs.values.to(part.priors.dtype) if posterior.refined_step is None else part.latents(x)[0]
+    return _Batch(f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))
 
 
 def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
@@ -315,19 +401,28 @@ class _Scores:
     are at the network's noise.
     """
 
-    def __init__(self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor) -> None:
+    def __init__(self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor, tilt: Tilt | None = None) -> None:
         self.grid = grid
+        self.tilt = tilt
         self.noises = noises
         self.network_noise = network_noise
         self._lowest, self._highest, self._n_labels = math.inf, -math.inf, 0
         self.n_data = 0
-        self._network, self._counts, self._squared_counts = 0.0, 0.0, 0.0
+        self._network, self._tilted, self._counts, self._squared_counts = 0.0, 0.0, 0.0, 0.0
         shape = (3, len(grid.factors), len(grid.scales), len(noises))
         self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, piece: Piece | LeftOut) -> None:
-        """Takes in the data of a piece."""
+    def read(self, piece: Piece | LeftOut, kept: Sequence[_HeadBatch] = ()) -> None:
+        """Takes in the data of a piece, of which batches may have been read before."""
         scored = self.grid.of(piece, self.network_noise)
+        if kept:
+            for number, batch in enumerate(kept):
+                with named(f"validation batch {number}"):
+                    r = None
+                    if self.tilt is not None:
+                        r = self.tilt.distance(dict.fromkeys(self.tilt.layers, batch.inputs))
+                    self._add(scored, [batch.latents], batch.y, r)
+            return
         if isinstance(piece, LeftOut):
             found, like = piece.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
@@ -335,9 +430,13 @@ class _Scores:
             return
         for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
             with named(name):
-                self._add(scored, [part.latents(x) for part in scored.parts], y)
+                r = None
+                if self.tilt is not None:
+                    rows, inputs = layer_inputs(piece.group.first.problem, x, self.tilt.layers)
+                    r = self.tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
+                self._add(scored, [part.latents(x) for part in scored.parts], y, r)
 
-    def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor) -> None:
+    def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Tensor | None = None) -> None:
         rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
         if not len(rows.index):
             return
@@ -349,6 +448,17 @@ class _Scores:
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
+        tilt, diagonal = self.tilt, scored.parts[0].summaries.diagonal
+        r = None if r is None else r[rows.index].to(means[0])
+
+        def losses(variances: list[Tensor], sigma: Tensor, tilt: Tilt | None = tilt) -> Tensor:
+            """Of n candidates with covariances `[n, R, …]`, at a noise, `[n, R]`."""
+            at = means
+            if tilt is not None and r is not None:
+                variances = [tilt.covariance(likelihood, sigma, r, one, diagonal=diagonal) for one in variances]
+                at, sigma = [tilt.mean(likelihood, mean) for mean in means], tilt.noise(likelihood, sigma)
+            return widened(score(likelihood, _predicted(scored, at, variances, weights), rows.y, sigma))
+
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
             if len(existing) < len(latents):
@@ -357,15 +467,16 @@ class _Scores:
             variances = [variance[:, rows.index] for variance in existing]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
-                network = widened(score(likelihood, _predicted(scored, means, nothing, weights), rows.y, noise)[0])
+                network = losses(nothing, noise, None)[0]
                 self._network += float(network.sum())
+                network = network if tilt is None else losses(nothing, noise)[0]
+                self._tilted += float(network.sum())
             for j, scale in enumerate(self.grid.scales):
                 scaled = [scale * variance for variance in variances]
-                prediction = _predicted(scored, means, scaled, weights)
                 for k, sigma in enumerate(self.noises):
-                    values = score(likelihood, prediction, rows.y, sigma)
+                    values = losses(scaled, sigma)
                     gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
-                    gaps.index_add_(1, rows.inputs, widened(values) - network)
+                    gaps.index_add_(1, rows.inputs, values - network)
                     self._gaps[part, j, k] += gaps.sum(-1)
                     self._squares[part, j, k] += gaps.square().sum(-1)
                     self._products[part, j, k] += gaps @ counts
@@ -392,6 +503,11 @@ class _Scores:
     def network_nll(self) -> float:
         """Mean score of the network."""
         return self._network / self._counts
+
+    @property
+    def tilted_nll(self) -> float:
+        """Mean score of the network with the width that follows the input."""
+        return self._tilted / self._counts
 
     def differences(self) -> Tensor:
         """Mean difference from the network, `[n, m, s]`."""

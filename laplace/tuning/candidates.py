@@ -205,7 +205,9 @@ class Candidates:
         mean, variances, positions = self.latents(x)
         return lambda group: self._linearised(mean, variances, group), mean, positions
 
-    def latents(self, x: Inputs) -> tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]:
+    def latents(
+        self, x: Inputs, noted: Callable[[latent.Pieces], latent.Pieces] = lambda pieces: pieces
+    ) -> tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]:
         """Gaussians over the outputs of a batch, by one pass of the network and of its Jacobians.
 
         They are their mean, `[B, C]`; their (co)variances at n consecutive candidates, `[n, B, C]` or `[n, B, C, C]`,
@@ -213,7 +215,7 @@ class Candidates:
         """
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)
-        with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
+        with closing(latent.shifted(noted(posterior.engine.jacobian(x)), posterior.refined_step)) as pieces:
             parts = [(self._variances_of(self.summaries.read(part)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         functions = [function for function, _, _ in parts]

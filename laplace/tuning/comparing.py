@@ -23,6 +23,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import PosteriorOutputs, Prediction, mixed
+from laplace.predictive.tilted import TiltedOutputs
 from laplace.tuning.candidates import rows_of_call
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.losses import Targets, Validation, warn_if_worse_than_chance
@@ -70,7 +71,7 @@ def compare(
     several = len(group.posteriors) > 1
     found = data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
     warn_of_worse_than_chance(first, found)
-    return found
+    return found if calibration is None else replace(found, calibration=calibration.sentence)
 
 
 def warn_of_worse_than_chance(posterior: Posterior, found: Comparison) -> None:
@@ -94,5 +95,7 @@ def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, options: P
 
 def network_outputs(posterior: Posterior, rows: PosteriorOutputs, x: Inputs) -> Tensor:
     """The outputs f(x, θ*), `[B, C]`: the mean of the linearised network, unless that was refined; else of a pass."""
+    if isinstance(rows.source, TiltedOutputs) and posterior.refined_step is None:
+        return rows.source.network().values
     linearised = isinstance(rows.source, LinearisedOutputs) and posterior.refined_step is None
     return rows.latent_mean if linearised and rows.users_latents is None else outputs(posterior.engine, x).values

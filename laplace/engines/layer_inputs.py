@@ -1,0 +1,79 @@
+"""Inputs of layers, as their weights meet them, beside the outputs of the network: one forward pass, no Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import OutputRows
+from laplace.engines.engine import detached
+from laplace.engines.native.rules import BatchAxis, rule_for
+from laplace.jacobian.patches import Patches
+from laplace.weights.problem import Problem
+
+_READ = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose inputs are read; an embedding's are indices, a norm's are no inputs of a product."""
+
+
+def read_layers(problem: Problem) -> dict[str, int]:
+    """Names of the layers that have a random weight and inputs that can be read, with the place of its slot."""
+    found: dict[str, int] = {}
+    for place, slot in enumerate(problem.slots):
+        path, _, key = slot.name.rpartition(".")
+        if key == "weight" and isinstance(problem.module.get_submodule(path), _READ):
+            found[path] = place
+    return found
+
+
+def layer_inputs(
+    problem: Problem, x: Inputs, names: Sequence[str], *, create_graph: bool = False
+) -> tuple[OutputRows, dict[str, Tensor]]:
+    """Outputs of the network, and of every named layer the inputs `[B, T, G, I]`: T positions of G groups.
+
+    Layers that the network does not call, or whose inputs are not one or more positions of every datum, are left out.
+    A layer that is called several times has the positions of all calls.
+    """
+    x = batches.to_device(x, problem.device)
+    calls: dict[str, list[Tensor]] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.setdefault(name, []).extend(arg for arg in args[:1] if isinstance(arg, Tensor))
+
+    with problem.apart() as own, torch.set_grad_enabled(create_graph), ExitStack() as hooks:
+        modules = {name: own.module.get_submodule(name) for name in names}
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
+        f = own.run(own.detached(), x if create_graph else detached(x))
+        inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
+    outputs = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
+    known = {name: [part for part in parts if part is not None] for name, parts in inputs.items()}
+    return outputs, {
+        name: torch.cat(parts, 1) for name, parts in known.items() if parts and len(parts) == len(calls[name])
+    }
+
+
+def in_rows(inputs: dict[str, Tensor], n_rows: int) -> dict[str, Tensor]:
+    """The inputs of every row of the outputs, `[B·T, 1, G, I]`, where all layers have its positions; else as they are.
+
+    So tokens of a language model are apart, and the patches of an image belong to its one row.
+    """
+    if not all(each.shape[:2].numel() == n_rows for each in inputs.values()):
+        return inputs
+    return {name: each.flatten(0, 1).unsqueeze(1) for name, each in inputs.items()}
+
+
+def _rows(module: nn.Module, x: Tensor, n_data: int) -> Tensor | None:
+    """One input of a layer as `[B, T, G, I]`; None where its first dimension does not hold the data."""
+    rule = rule_for(module)
+    leads = len(x) == n_data or (x.ndim == 2 and n_data and len(x) % n_data == 0)
+    if rule is None or not leads or not rule.accepts(module, x):
+        return None
+    found = rule.activation(module, "weight", x, n_data, BatchAxis.LEADING)
+    return found.rows if isinstance(found, Patches) else found

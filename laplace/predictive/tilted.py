@@ -1,0 +1,146 @@
+"""Outputs under a posterior whose width follows the input, as a calibration chose it (`posterior/tilt.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from laplace.core import checks
+from laplace.core.cached import cached_property
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import OutputRows
+from laplace.core.precision_policy import widened
+from laplace.engines.layer_inputs import in_rows, layer_inputs
+from laplace.errors import InvalidData
+from laplace.jacobian.jacobian import group_left_over
+from laplace.likelihoods.base import Likelihood
+from laplace.posterior.tilt import Tilt
+from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource, noted_inputs
+from laplace.predictive.sampled import SampledOutputs, finite
+
+
+@dataclass(frozen=True, eq=False)
+class TiltedOutputs(GaussianSource):
+    """The linearised network's outputs with their own width at every input.
+
+    Attributes:
+        source: The outputs under the posterior with its scaled covariance.
+        tilt: Their width.
+        alone: Whether the scale is 0: then no Jacobian is computed.
+    """
+
+    source: LinearisedOutputs
+    tilt: Tilt
+    alone: bool
+
+    @property
+    def create_graph(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.source.create_graph
+
+    @cached_property
+    def _read(self) -> tuple[OutputRows, Tensor]:
+        """The network's outputs, and r of every row, `[B]`."""
+        return distances(self.source, self.tilt)
+
+    def network(self) -> OutputRows:
+        """The outputs of the network itself; after `refine` of the linearised network at the refined mean."""
+        if self.source.posterior.refined_step is not None:
+            return self.source.mean()
+        rows, choice = self._read[0], self.source.choice
+        return rows if choice is None else choice.picked(rows)
+
+    def mean(self) -> OutputRows:
+        rows = self.network()
+        return OutputRows(self.tilt.mean(self._likelihood, rows.values), rows.positions, rows.outputs)
+
+    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+        source, noise = self.source, self.source.posterior.hypers.sigma_noise
+        noise = noise if source.choice is None else source.choice.noise(noise)
+        if self.alone:
+            posterior = _without_covariance(self.network(), form, source.group_size, wide=wide)
+            r = self._read[1]
+        elif source.posterior.problem.head is not None and "_read" not in self.__dict__:
+            seen: list[Tensor] = []
+            posterior = source.gaussian(form, wide=wide, noted=lambda pieces: noted_inputs(pieces, seen))
+            if sum(map(len, seen)) == len(posterior.mean):
+                r = self.tilt.distance(dict.fromkeys(self.tilt.layers, torch.cat(seen)[:, None, None]))
+            else:  # the head is none whose inputs are rows of the outputs
+                r = self._read[1]
+        else:
+            posterior, r = source.gaussian(form, wide=wide), self._read[1]
+        return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior)
+
+    @property
+    def _likelihood(self) -> Likelihood:
+        return self.source.posterior.likelihood
+
+
+@dataclass(frozen=True, eq=False)
+class TiltedSamples(SampleSource):
+    """Outputs at sampled weights with the same width: s f̂ + √(1 + v) (f_s − f̂) and noise of the width's own."""
+
+    source: SampledOutputs
+    tilt: Tilt
+    alone: bool
+
+    @property
+    def create_graph(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.source.create_graph
+
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        source, posterior = self.source, self.source.posterior
+        drawn = source.samples(n, generator)
+        rows, r = distances(source, self.tilt)
+        rows = rows if source.choice is None else source.choice.picked(rows)
+        sigma = posterior.hypers.sigma_noise
+        sigma = sigma if source.choice is None else source.choice.noise(sigma)
+        nothing = _without_covariance(rows, "full", None, wide=True)
+        own = self.tilt.gaussian(posterior.likelihood, sigma, _checked(r), nothing)
+        values = own.sample(n, generator).to(drawn.values)
+        if not self.alone:
+            factor = self.tilt.inflation(posterior.likelihood, r).sqrt()
+            values = values + factor[:, None] * (drawn.values - rows.values)
+        return OutputRows(values, drawn.positions, drawn.outputs)
+
+
+def distances(source: LinearisedOutputs | SampledOutputs, tilt: Tilt) -> tuple[OutputRows, Tensor]:
+    """The network's outputs at the inputs of a source, and r of every row, `[B]`; by one forward pass."""
+    with checks.together():
+        source.posterior.check_unchanged()
+        problem = source.posterior.problem
+        rows, inputs = layer_inputs(problem, source.x, tilt.layers, create_graph=source.through_x)
+    finite(rows.values)
+    return rows, tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
+
+
+def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, wide: bool) -> Gaussian:
+    """The outputs as a Gaussian without width, in a form of covariances."""
+    n_rows, n_outputs = rows.values.shape
+    like = widened(rows.values) if wide else rows.values
+    if form == "diagonal":
+        covariance = torch.zeros_like(like)
+    elif form == "full":
+        covariance = like.new_zeros(n_rows, n_outputs, n_outputs)
+    elif group_size is None:
+        covariance = like.new_zeros(n_rows * n_outputs, n_rows * n_outputs)
+    else:
+        each = group_size * prod(rows.positions)
+        if n_rows % each:
+            raise group_left_over(group_size, n_rows % each)
+        covariance = like.new_zeros(n_rows // each, each * n_outputs, each * n_outputs)
+    return Gaussian(rows.values, covariance, rows.positions, rows.outputs)
+
+
+def _checked(r: Tensor) -> Tensor:
+    """Distances that are numbers: of a layer's inputs that are not, outputs may be."""
+    checks.require(
+        r.isfinite(),
+        lambda: InvalidData(
+            "inputs of the network's layers are NaN or infinite, so that a calibrated width does not exist; look at "
+            "the inputs, or set la.calibration = None."
+        ),
+    )
+    return r

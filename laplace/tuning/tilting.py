@@ -1,0 +1,162 @@
+"""The width that follows the input, chosen on held-out data: the widest that is not shown to be worse.
+
+Beside the choice of a scale (`calibrate`), which is right for ordinary inputs and much too narrow for strange ones: see
+`posterior/tilt.py`. What is chosen is c alone, among `WIDTHS`; the layers' leverages take no labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.gram import group_gram
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.engines.engine import as_count
+from laplace.engines.kron_parts import Factor
+from laplace.engines.layer_inputs import in_rows, layer_inputs, read_layers
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.tilt import Leverage, Tilt, applies_to
+from laplace.tuning.candidates import Summaries
+from laplace.tuning.losses import Validation, find_score
+
+WIDTHS = (100.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
+"""Values of c that are tried, the widest first; 0 is the network, and beyond r_far the posterior."""
+
+FAR = 2.0
+"""r_far in units of (1 + 4/√n) times the largest r of n held-out data."""
+
+
+def leverages_of(posterior: Posterior, train_loader: Iterable[Any] | None) -> tuple[tuple[Leverage, ...], str]:
+    """Leverages in the layers with random weights, by the second moments of the training inputs; or why there are none.
+
+    Moments are those of the fit, which has them as Kronecker factors, or keeps features of a last layer; else sums
+    of one forward pass over the training data.
+    """
+    if not applies_to(posterior.likelihood):
+        return (), f"the outputs of likelihood={posterior.likelihood.name!r} have no size that is a confidence"
+    layers = read_layers(posterior.problem)
+    if not layers or posterior.problem.processes is not None:
+        return (), "no dense or convolutional layer has random weights whose inputs could be read"
+    moments = _of_fit(posterior, layers)
+    if not moments and train_loader is not None:
+        moments = _summed(posterior, list(layers), train_loader)
+    if not moments:
+        return (), "the fit has no second moments of the layers' inputs; give train_loader=, the data of the fit"
+    dtype = posterior.hypers.dtype
+    found = [Leverage.of(name, factor) for name, factor in moments.items()]
+    return tuple(each.moved(None, dtype) for each in found if each is not None), ""
+
+
+def _of_fit(posterior: Posterior, layers: Mapping[str, int]) -> dict[str, Factor]:
+    """Moments that the fit has: of all layers, or none."""
+    curvature, reduced = posterior.map_fit.curvature, posterior.choices.backend_kwargs.get("kfac_approx") == "reduce"
+    sides = {name: None if reduced else curvature.input_moments(place) for name, place in layers.items()}
+    known: dict[str, Factor] = {name: side for name, side in sides.items() if side is not None}
+    if len(known) == len(layers):
+        return known
+    engine = posterior.cache.engine
+    seen = [] if engine is None or posterior.problem.head is None else list(engine.seen.batches())
+    n_seen = sum(len(batch.features) for batch in seen)
+    if len(layers) != 1 or n_seen != as_count(posterior.map_fit.n_data):
+        return {}
+    width = seen[0].features.shape[1]
+    rows = torch.cat([batch.features for batch in seen]).view(-1, 1, width)
+    return {next(iter(layers)): group_gram(widened(rows))}
+
+
+def _summed(posterior: Posterior, names: list[str], train_loader: Iterable[Any]) -> dict[str, Factor]:
+    """Moments by one forward pass over the training data."""
+    sums: dict[str, Tensor] = {}
+    for _, x, _ in Validation(train_loader).batches(replace(posterior, data=None), label="inputs of layers"):
+        for name, inputs in layer_inputs(posterior.problem, x, names)[1].items():
+            rows = widened(inputs.flatten(0, 1))  # [R, G, I]
+            sums[name] = sums.get(name, 0) + rows.permute(1, 2, 0) @ rows.permute(1, 0, 2)
+    return dict(sums)
+
+
+@dataclass
+class HeldOutRows:
+    """What held-out data say of widths: outputs, targets and leverages of all rows that count."""
+
+    outputs: list[Tensor] = field(default_factory=list)  # f, `[R, C]`
+    targets: list[Tensor] = field(default_factory=list)
+    leverages: list[Tensor] = field(default_factory=list)  # of every layer, `[R, L]`
+    inputs: list[Tensor] = field(default_factory=list)  # number of the input of every row, `[R]`
+    n_inputs: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the outputs."""
+        return sum(f.nbytes for f in self.outputs)
+
+
+MOST_BYTES = 2**28
+"""Bytes of held-out outputs up to which a width is chosen: they are kept until it is."""
+
+
+def in_layers(leverages: tuple[Leverage, ...], inputs: dict[str, Tensor], n_rows: int) -> Tensor:
+    """Leverages of every row, `[R, L]`; NaN of a layer that the network did not call."""
+    inputs = in_rows(inputs, n_rows)
+    n_data = next(len(each) for each in inputs.values()) if inputs else n_rows
+    columns = [
+        each.at(inputs[each.layer]) if each.layer in inputs else each.root.new_full((n_data,), torch.nan)
+        for each in leverages
+    ]
+    return torch.stack(columns, 1).repeat_interleave(n_rows // n_data, 0)
+
+
+def choose(
+    summaries: Summaries, leverages: tuple[Leverage, ...], rows: HeldOutRows, sigma: Tensor, n_errors: float
+) -> Tilt | str:
+    """The widest c whose mean difference from the network, and so many standard errors, is at most 0.
+
+    Leverages, and the inputs by which they were read, are those of the posterior that is to predict, or of one like it.
+    Where r does not exist it says why.
+    """
+    values = widened(torch.cat(rows.leverages))
+    medians = values.nanmedian(0).values
+    usable = medians.isfinite() & (medians > 0)
+    if not bool(usable.any()):
+        return "the layers' inputs are constant, or not finite, on the held-out data"
+    values, medians = values[:, usable], medians[usable]
+    r = (values / medians).nanmean(1)
+    if not bool(r.isfinite().all()):
+        return "inputs of layers are NaN or infinite on the held-out data"
+    middle = r.median()
+    r = r / middle
+    kept = [each for each, use in zip(leverages, usable.tolist(), strict=True) if use]
+    unit = [float(1 / (median * middle)) for median in medians]
+    units = tuple(each.scaled(factor) for each, factor in zip(kept, unit, strict=True))
+    inputs, y, f = torch.cat(rows.inputs), torch.cat(rows.targets), torch.cat(rows.outputs)
+    r = r.to(f)
+    n_data = rows.n_inputs
+    far = FAR * (1 + 4 / math.sqrt(n_data)) * float(r.max())
+    counts = torch.bincount(inputs, minlength=n_data)
+    per_input = (counts > 0).sum().item()
+
+    network = widened(_nll(summaries, None, f, r, y, sigma))
+    for width in (*WIDTHS, 0.0):
+        tilt = Tilt(width, far, units, 0.0, 0.0)
+        scores = widened(_nll(summaries, tilt, f, r, y, sigma))
+        gaps = torch.zeros(n_data, dtype=wide_dtype(), device=scores.device).index_add_(0, inputs, scores - network)
+        mean = float(gaps.sum() / counts.sum())
+        rest = gaps - mean * counts
+        error = float(rest.square().sum().mul(per_input / max(1, per_input - 1)).sqrt() / counts.sum())
+        if mean + n_errors * error <= 0 or not width:
+            return replace(tilt, nll=float(scores.mean()), standard_error=error)
+    raise AssertionError
+
+
+def _nll(summaries: Summaries, tilt: Tilt | None, f: Tensor, r: Tensor, y: Tensor, sigma: Tensor) -> Tensor:
+    """−log p(y | x) of every row by the network, at a width if there is one."""
+    likelihood, n_outputs = summaries.likelihood, f.shape[1]
+    covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
+    if tilt is not None:
+        covariance = tilt.covariance(likelihood, sigma, r, covariance, diagonal=summaries.diagonal)
+        f, sigma = tilt.mean(likelihood, f), tilt.noise(likelihood, sigma)
+    return find_score("nll", likelihood)(likelihood, summaries.of_gaussian(f, covariance), y, sigma)

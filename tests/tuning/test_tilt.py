@@ -1,0 +1,289 @@
+"""The width that follows the input: distances and predictions by dense oracles, its choice, and bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laplace
+from laplace import Laplace, MixtureLaplace
+from laplace.errors import CalibrationWarning, InvalidData
+from laplace.tuning import calibrate as search
+from laplace.tuning import tilting
+from tests.reference import tilt as reference
+from tests.reference.compare import assert_close
+
+N_TRAIN, N_VAL, N_NEW, WIDTH = 40, 60, 9, 4
+
+
+def network(n_outputs: int = 3) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, n_outputs)).double()
+        nn.init.normal_(model[2].weight, std=3.0)
+        return model
+
+
+def data(n: int, seed: int, likelihood: str = "classification", n_outputs: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
+    f = network(n_outputs)(x).detach()
+    if likelihood == "regression":
+        spread = x.norm(dim=1, keepdim=True) / 2
+        return x, f + spread * torch.randn(f.shape, generator=generator, dtype=torch.float64)
+    if likelihood == "bernoulli":
+        return x, torch.bernoulli(f.sigmoid(), generator=generator)
+    return x, torch.multinomial((f / x.norm(dim=1, keepdim=True)).softmax(1), 1, generator=generator).squeeze(1)
+
+
+def fitted(weights: str, structure: str, likelihood: Any = "classification", **options: Any) -> Any:
+    la = Laplace(network(), likelihood, weights, structure, prior_precision=3.0, **options)
+    la.fit(list(zip(*(part.split(15) for part in data(N_TRAIN, 0, likelihood)), strict=True)))
+    return la
+
+
+def calibrated(la: Any, width: float, far: float, scale: float, train_loader: Any = None) -> Any:
+    """A calibration on data of the test, with a width and a scale of the test's own."""
+    likelihood = la.likelihood_object.name
+    found = la.calibrate([data(N_VAL, 1, likelihood)], train_loader=train_loader)
+    assert found.tilt is not None, found.untilted
+    tilt = dataclasses.replace(found.tilt, width=width, far=far)
+    la.calibration = dataclasses.replace(found, tilt=tilt, scale=scale, prior_precision=found.before.prior_precision)
+    return la
+
+
+def inputs_of(x: Tensor, weights: str) -> list[Tensor]:
+    """Inputs of the layers with random weights, `[B, 1, d]`."""
+    layers = [x, network()[:2](x).detach()]
+    return [each.unsqueeze(1) for each in (layers[1:] if weights == "last_layer" else layers)]
+
+
+def true_distances(la: Any, weights: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    likelihood = la.likelihood_object.name
+    train, held_out, new = (
+        inputs_of(part, weights) for part in (data(N_TRAIN, 0, likelihood)[0], data(N_VAL, 1)[0], x)
+    )
+    of_held_out = [reference.leverages(a, b) for a, b in zip(train, held_out, strict=True)]
+    return reference.distances(of_held_out, [reference.leverages(a, b) for a, b in zip(train, new, strict=True)])
+
+
+CELLS = [("all", "kron", False), ("last_layer", "kron", False), ("last_layer", "full", False), ("all", "diag", True),
+         ("all", "gp", True), ("last_layer", "diag", True)]  # fmt: skip
+
+
+def new_inputs() -> Tensor:
+    return torch.cat([data(N_NEW, 5)[0], 6 * data(3, 6)[0]])
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1])
+@pytest.mark.parametrize(("weights", "structure", "given"), CELLS)
+def test_probabilities(weights: str, structure: str, given: bool, scale: float) -> None:
+    options = {"n_subset": N_TRAIN} if structure == "gp" else {}
+    la, x = fitted(weights, structure, **options), new_inputs()
+    variances = scale * la.predict(x).latent_variance
+    calibrated(la, 2.0, 3.0, scale, [data(N_TRAIN, 0)] if given else None)
+    r = true_distances(la, weights, x)[1]
+    assert bool((r > 3).any() & (r < 3).any())
+    expected = reference.probabilities(network()(x).detach(), r, 2.0, 3.0, variances)
+    assert_close(la(x), expected, "algebra")
+    assert_close(la.predict(x).probabilities, expected, "algebra")
+    assert torch.equal(la(x).argmax(1), network()(x).argmax(1)) or scale
+    tilt = la.calibration.tilt
+    assert tilt.layers == (("2",) if weights == "last_layer" else ("0", "2"))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1])
+@pytest.mark.parametrize(("weights", "structure"), [("all", "kron"), ("last_layer", "full")])
+def test_variances(weights: str, structure: str, scale: float) -> None:
+    la, x = fitted(weights, structure, "regression", sigma_noise=0.7), new_inputs()
+    calibrated(la, 2.0, 3.0, scale)
+    found = la.calibration
+    r = true_distances(la, weights, x)[1]
+    variances = 0.0
+    if scale:
+        plain = fitted(weights, structure, "regression", sigma_noise=float(found.network_noise))
+        variances = scale * plain.predict(x).latent_variance
+    prediction = la.predict(x)
+    expected = reference.variance(found.sigma_noise, r, 2.0, 3.0, variances)
+    assert_close(prediction.variance, expected.expand(-1, 3), "algebra")
+    assert_close(prediction.mean, network()(x).detach(), "algebra")
+    assert_close(prediction.sigma_noise, found.sigma_noise / 3**0.5, "algebra")
+    low, high = prediction.interval(0.9)
+    assert_close((high - low) / 2 / 1.6448536269514722, prediction.variance.sqrt(), "algebra")
+    assert la.sigma_noise == 0.7
+
+
+def test_labels_with_several_classes() -> None:
+    la, x = calibrated(fitted("all", "kron", "bernoulli"), 2.0, 3.0, 0.0), new_inputs()
+    train, held_out = (data(n, seed, "bernoulli")[0] for n, seed in ((N_TRAIN, 0), (N_VAL, 1)))
+    parts = [inputs_of(part, "all") for part in (train, held_out, x)]
+    ours = [[reference.leverages(a, b) for a, b in zip(parts[0], each, strict=True)] for each in parts[1:]]
+    r = reference.distances(*ours)[1]
+    temperature = reference.squared_temperature(r, 2.0, 3.0).sqrt()
+    assert_close(la(x), (network()(x).detach() / temperature[:, None]).sigmoid(), "algebra")
+
+
+def test_forms_of_one_gaussian_and_samples() -> None:
+    """Covariances of rows, groups and all inputs agree; samples have them, and say what the link says."""
+    la, x = calibrated(fitted("all", "kron"), 2.0, 3.0, 0.1), new_inputs()
+    full = la.predict(x).latent
+    assert_close(la.predict(x, diagonal_output=True).latent.covariance, full.variance, "algebra")
+    joint = la.predict(x, joint=True).latent_covariance
+    for b in range(len(x)):
+        assert_close(joint[3 * b : 3 * b + 3, 3 * b : 3 * b + 3], full.covariance[b], "algebra")
+    groups = la.predict(x, joint=True, group_size=3).latent_covariance
+    assert_close(groups[1], joint[9:18, 9:18], "algebra")
+    some = la.predict(x, outputs=[0, 2]).latent
+    assert_close(some.covariance, full.covariance[:, [0, 2]][:, :, [0, 2]], "algebra")
+    mean, covariance = la.predictive_moments(x)
+    assert_close(mean, full.mean, "algebra")
+    assert_close(covariance, full.covariance, "algebra")
+    generator = torch.Generator().manual_seed(0)
+    samples = la.predictive_samples(x, n_samples=20_000, generator=generator)
+    assert float((samples.mean(0) - la(x)).abs().mean()) < 0.03
+    near = x[:N_NEW]
+    sampled = la(near, pred_type="nn", n_samples=20_000, generator=generator)
+    assert float((sampled - la(near)).abs().max()) < 0.05
+
+
+def test_convolutions_have_the_mean_of_their_patches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).double()
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(n, 2, 5, 5, generator=generator, dtype=torch.float64) for n in (20, 30, 6)]
+    labels = torch.arange(30) % 3
+    la: Any = Laplace(model, "classification", "all", "kron")
+    la.fit([(parts[0], labels[:20])])
+    found = la.calibrate([(parts[1], labels)])
+    la.calibration = dataclasses.replace(found, tilt=dataclasses.replace(found.tilt, width=1.0), scale=0.0)
+    layers = [[nn.functional.unfold(x, 3, padding=1, stride=2).mT, model[:3](x).detach().unsqueeze(1)] for x in parts]
+    ours = [[reference.leverages(a, b) for a, b in zip(layers[0], each, strict=True)] for each in layers[1:]]
+    r = reference.distances(*ours)[1]
+    assert_close(la(parts[2]), reference.probabilities(model(parts[2]).detach(), r, 1.0, found.tilt.far), "algebra")
+
+
+# Its choice.
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_the_widest_that_is_not_shown_to_be_worse(likelihood: str) -> None:
+    la = fitted("all", "kron", likelihood)
+    x, y = data(N_VAL, 1, likelihood)
+    found = la.calibrate([(x, y)])
+    r = true_distances(la, "all", x)[0]
+    far = tilting.FAR * (1 + 4 / math.sqrt(N_VAL)) * float(r.max())
+    f = network()(x).detach()
+
+    def losses(width: float) -> Tensor:
+        if likelihood == "regression":
+            variance = reference.variance(found.network_noise, r, width, far).expand_as(y)
+            return 0.5 * ((y - f).square() / variance + variance.log() + math.log(2 * math.pi)).sum(1)
+        return nn.functional.nll_loss(reference.probabilities(f, r, width, far).log(), y, reduction="none")
+
+    by_width = {width: losses(width) for width in tilting.WIDTHS}
+    expected = reference.widest(by_width, losses(0.0), tilting.WIDTHS, search.caution(N_VAL))
+    assert found.tilt.width == expected
+    assert expected > 0
+    assert found.tilt.far == pytest.approx(far)
+    assert found.network_nll == pytest.approx(float(losses(0.0).mean()))
+    assert found.tilt.nll == pytest.approx(float(by_width[expected].mean()))
+    assert f"c = {expected:.3g}" in repr(found)
+    assert "the width follows the inputs of 2 layers" in repr(la)
+    assert "The posterior is calibrated on 60 validation data" in repr(la.compare([data(50, 8, likelihood)]))
+    if found.is_network:
+        assert found.posterior_nll == pytest.approx(found.tilt.nll)
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_candidates_are_scored_on_top_of_it(weights: str) -> None:
+    la = fitted(weights, "kron")
+    x, y = data(N_VAL, 1)
+    found = la.calibrate([(x[:25], y[:25]), (x[25:], y[25:])])
+    assert found.tilt.width > 0
+    table = found.table
+
+    def nll(scale: float, factor: float) -> Tensor:
+        prior = factor * found.before.prior_precision
+        la.calibration = dataclasses.replace(found, scale=scale, prior_precision=prior)
+        return nn.functional.nll_loss(la(x).log(), y, reduction="none")
+
+    for i, j in ((0, 8), (2, 6)):
+        gap = nll(float(table["scales"][j]), float(table["factors"][i])) - nll(0.0, 1.0)
+        assert_close(table["differences"][i, j, 0], gap.mean(), "algebra")
+        assert_close(table["standard_errors"][i, j, 0], gap.std() / math.sqrt(N_VAL), "algebra")
+
+
+def test_it_is_saved_exported_and_undone(tmp_path: Any) -> None:
+    la, x = calibrated(fitted("all", "kron"), 2.0, 3.0, 0.1), new_inputs()
+    expected = la(x)
+    other = Laplace(la.model, "classification", "all", "kron")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.load_state_dict(la.state_dict())
+    assert torch.equal(other(x), expected)
+    exported = laplace.export(la, x)
+    assert_close(exported(x[:4]), expected[:4], "algebra")
+    plain = fitted("all", "kron")(x)
+    la.calibration = None
+    assert torch.equal(la(x), plain)
+
+
+def test_why_there_is_none() -> None:
+    val = [data(N_VAL, 1)]
+    assert "train_loader=" in fitted("all", "full").calibrate(val).untilted
+    assert "train_loader=" in repr(fitted("all", "full").calibrate(val))
+    mixture = MixtureLaplace([Laplace(network(), "classification") for _ in range(2)])
+    mixture.fit([data(N_TRAIN, 0)])
+    assert "mixture" in mixture.calibrate(val).untilted
+    la = fitted("last_layer", "kron", "regression")
+    assert "val_loader" in la.calibrate(train_loader=[data(N_TRAIN, 0, "regression")]).untilted
+
+
+# Bad input.
+
+
+def test_inputs_that_are_no_numbers_are_refused() -> None:
+    la, x = calibrated(fitted("all", "kron"), 2.0, 3.0, 0.0), new_inputs()
+    x[2, 1] = torch.nan
+    with pytest.raises(InvalidData, match="NaN"):
+        la(x)
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_constant_features_and_few_data(structure: str) -> None:
+    """Features that are all zero have no leverage; those that are constant one that is the same everywhere."""
+    model = network()
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()
+    la: Any = Laplace(model, "classification", "last_layer", structure)
+    la.fit([data(N_TRAIN, 0)])
+    assert "constant" in la.calibrate([data(N_VAL, 1)]).untilted or not la.calibration.tilt
+    with torch.no_grad():
+        model[0].bias.fill_(0.3)
+    la.fit([data(N_TRAIN, 0)]) if la.calibration is None else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        la.calibration = None
+        la.fit([data(N_TRAIN, 0)])
+        la.calibrate([data(3, 1)])
+    x = new_inputs()
+    assert bool(la(x).isfinite().all())
+
+
+@pytest.mark.parametrize("n_outputs", [2, 1000])
+def test_few_and_many_classes(n_outputs: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, n_outputs)
+    la: Any = Laplace(model, "classification", "last_layer", "kron")
+    x = torch.randn(50, WIDTH)
+    la.fit([(x[:20], torch.arange(20) % n_outputs)])
+    found = la.calibrate([(x[20:], torch.arange(30) % n_outputs)])
+    assert found.tilt is not None
+    assert torch.equal(la(10 * x).argmax(1), model(10 * x).argmax(1)) or not found.is_network
