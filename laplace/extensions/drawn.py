@@ -180,7 +180,9 @@ def draw(
     """Functions drawn from the posterior, f_s(x) = f(x, θ*) + J(x) (θ_s − θ*), as n modules with `f_s(x)` `[B, C]`.
 
     Each is one function for ever: the same at all inputs and in all calls, smooth in x, and without noise. A call
-    costs about three forward passes, whatever the number of outputs; of a last layer one and two products.
+    costs about three forward passes, whatever the number of outputs; of a last layer one and two products. Of a
+    calibrated posterior they have the covariance that was chosen; a width that follows the input is none of weights,
+    and in `la.functional_samples` alone.
 
     Args:
         la: A fitted posterior; or a mixture, of which a component is drawn for every function, by its weight.

@@ -182,7 +182,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     def _noise(self, given: Tensor | None, like: Tensor) -> Tensor:
         """Variances of the noise of outcomes `[*batch, n, m]`, float64: those given, or σ² in `[n, m]`."""
-        variances = self.la.snapshot().predictive().sigma_noise.detach().square() if given is None else given
+        variances = self.la.snapshot().predictive().noise_of_targets.detach().square() if given is None else given
         if given is not None and not is_true((given.isfinite() & (given >= 0)).all()):
             raise InvalidArgument("variances of the noise are negative or not finite.")
         return widened(variances).to(like.device).expand(*variances.shape[:-2], *like.shape[-2:])

@@ -370,7 +370,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         x = torch.cat(list(self._inputs(X)))
         generator = torch.Generator(x.device).manual_seed(int(check_random_state(random_state).randint(2**31 - 1)))
         f = self.la_.functional_samples(x, n_samples=n_samples, joint=True, generator=generator)
-        f = f + self.la_.snapshot().predictive().sigma_noise * torch.randn(
+        f = f + self.la_.snapshot().predictive().noise_of_targets * torch.randn(
             f.shape, generator=generator, dtype=f.dtype, device=f.device
         )
         draws = _array_of(f) * self.y_scale_ + self.y_mean_  # [S, N, C]

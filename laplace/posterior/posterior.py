@@ -620,6 +620,12 @@ class Posterior:
         """σ, 0-dim or `[C]`."""
         return self.hypers.sigma_noise
 
+    @property
+    def noise_of_targets(self) -> Tensor:
+        """σ of predictions: of a calibrated width that follows the input what is not in the outputs' variance."""
+        tilt = None if self.applied is None else self.applied.tilt
+        return self.sigma_noise if tilt is None else tilt.noise(self.likelihood, self.sigma_noise)
+
     def check_unchanged(self) -> None:
         """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
         if self.data is not None:

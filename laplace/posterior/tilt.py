@@ -88,6 +88,34 @@ class Leverage:
 
 
 @dataclass(frozen=True, eq=False)
+class Widening:
+    """What a width makes of covariances of the outputs at some inputs."""
+
+    inflation: Tensor  # Factor of the posterior's covariance, `[B]`
+    own: Tensor  # Variances of its own, `[B, 1]` or `[B, C]`
+    correlation: float  # Of its own, between outputs
+
+    def covariance(self, covariance: Tensor, *, diagonal: bool) -> Tensor:
+        """Of variances `[..., B, C]`, or covariances `[..., B, C, C]`."""
+        if diagonal:
+            return self.inflation[:, None] * covariance + self.own
+        return self.inflation[:, None, None] * covariance + self._blocks(covariance.shape[-1])
+
+    def between(self, covariance: Tensor, n_outputs: int) -> Tensor:
+        """Of covariances between inputs, `[B·C, B·C]` or `[B/n, n·C, n·C]`."""
+        groups = covariance.reshape(-1, *covariance.shape[-2:])
+        roots = self.inflation.sqrt().repeat_interleave(n_outputs).view(len(groups), -1)
+        own = [torch.block_diag(*each) for each in self._blocks(n_outputs).unflatten(0, (len(groups), -1))]
+        return (roots.unsqueeze(2) * groups * roots.unsqueeze(1) + torch.stack(own)).view_as(covariance)
+
+    def _blocks(self, n_outputs: int) -> Tensor:
+        """Its own covariances, `[B, C, C]`."""
+        eye = torch.eye(n_outputs, dtype=self.own.dtype, device=self.own.device)
+        shape = self.correlation + (1 - self.correlation) * eye
+        return self.own.expand(-1, n_outputs).unsqueeze(-1) * shape
+
+
+@dataclass(frozen=True, eq=False)
 class Tilt:
     """A width that follows the input, as above.
 
@@ -147,50 +175,22 @@ class Tilt:
         """The noise that is left of σ: the rest is the latents' variance."""
         return sigma / self.stretch if likelihood.has_noise else sigma
 
-    def covariance(
-        self, likelihood: Likelihood, sigma: Tensor, r: Tensor, covariance: Tensor, *, diagonal: bool
-    ) -> Tensor:
-        """The latents' (co)variances, from scaled ones of the posterior, `[..., B, C]` or `[..., B, C, C]`.
-
-        σ is that before `noise`, r is `[B]`.
-        """
-        inflation, own = self._factors(likelihood, sigma, r)
-        n_outputs = covariance.shape[-1]
-        if diagonal:
-            return inflation[:, None] * covariance + own.expand(-1, n_outputs)
-        return inflation[:, None, None] * covariance + self._blocks(likelihood, own, n_outputs)
+    def at(self, likelihood: Likelihood, sigma: Tensor, r: Tensor) -> Widening:
+        """What becomes of the posterior's covariances at inputs with r, `[B]`; σ is that before `noise`."""
+        v, classes = self.excess(r), likelihood.activation == "softmax"
+        if likelihood.has_noise:
+            own = v[:, None] * (sigma.to(v).square() / (1 + self.width)).reshape(1, -1)
+            return Widening(torch.ones_like(v), own, 0.0)
+        return Widening(1 + v, _PROBIT * v[:, None], 0.5 if classes else 0.0)
 
     def gaussian(self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian) -> Gaussian:
         """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing."""
-        mean, covariance, n_outputs = posterior.mean, posterior.covariance, posterior.mean.shape[1]
-        r = r.to(covariance)
+        covariance, widening = posterior.covariance, self.at(likelihood, sigma, r.to(posterior.covariance))
         if posterior.is_joint or posterior.is_grouped:
-            inflation, own = self._factors(likelihood, sigma, r)
-            blocks = covariance.reshape(-1, *covariance.shape[-2:])
-            roots = inflation.sqrt().repeat_interleave(n_outputs).view(len(blocks), -1)
-            added = self._blocks(likelihood, own, n_outputs).unflatten(0, (len(blocks), -1))
-            rows = torch.stack([torch.block_diag(*each) for each in added])
-            blocks = roots.unsqueeze(2) * blocks * roots.unsqueeze(1) + rows
-            covariance = blocks.view_as(covariance)
+            covariance = widening.between(covariance, posterior.mean.shape[1])
         else:
-            covariance = self.covariance(likelihood, sigma, r, covariance, diagonal=posterior.is_diagonal)
-        return replace(posterior, mean=self.mean(likelihood, mean), covariance=covariance)
-
-    def _factors(self, likelihood: Likelihood, sigma: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Factor of the posterior's covariance, `[B]`, and variances of the latents' own, `[B, 1]` or `[B, C]`."""
-        v = self.excess(r)
-        variance = sigma.to(v).square() / (1 + self.width) if likelihood.has_noise else v.new_tensor(_PROBIT)
-        return self.inflation(likelihood, r), v[:, None] * variance.reshape(1, -1)
-
-    def inflation(self, likelihood: Likelihood, r: Tensor) -> Tensor:
-        """Factor of the posterior's covariance, `[B]`: 1 + v of logits, whose width times this is the whole one's."""
-        return torch.ones_like(r) if likelihood.has_noise else 1 + self.excess(r)
-
-    def _blocks(self, likelihood: Likelihood, own: Tensor, n_outputs: int) -> Tensor:
-        """Covariances `[B, C, C]` of outputs with variances `[B, 1]` or `[B, C]`: of classes with correlations of ½."""
-        eye = torch.eye(n_outputs, dtype=own.dtype, device=own.device)
-        shape = 0.5 * (1 + eye) if likelihood.activation == "softmax" else eye
-        return own.expand(-1, n_outputs).unsqueeze(-1) * shape
+            covariance = widening.covariance(covariance, diagonal=posterior.is_diagonal)
+        return replace(posterior, mean=self.mean(likelihood, posterior.mean), covariance=covariance)
 
     # States.
 

@@ -190,11 +190,9 @@ class Predictor:
             source = self.linearised(x, options.choice, options.group_size)
         else:
             source = self._sampled(x, options, model_kwargs)
-        sigma = self.posterior.sigma_noise if source.create_graph else self.posterior.sigma_noise.detach()
+        sigma = self.posterior.noise_of_targets
+        sigma = sigma if source.create_graph else sigma.detach()
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
-        applied = self.posterior.applied
-        if applied is not None and applied.tilt is not None:
-            sigma = applied.tilt.noise(self.posterior.likelihood, sigma)
         return PosteriorOutputs(source, self.posterior.likelihood, sigma, options, draws)
 
     def linearised(

@@ -101,7 +101,7 @@ class TiltedSamples(SampleSource):
         own = self.tilt.gaussian(posterior.likelihood, sigma, _checked(r), nothing)
         values = own.sample(n, generator).to(drawn.values)
         if not self.alone:
-            factor = self.tilt.inflation(posterior.likelihood, r).sqrt()
+            factor = self.tilt.at(posterior.likelihood, sigma, r).inflation.sqrt()
             values = values + factor[:, None] * (drawn.values - rows.values)
         return OutputRows(values, drawn.positions, drawn.outputs)
 

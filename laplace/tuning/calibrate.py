@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -92,21 +93,18 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of held-out data as it was read; of a head with what it takes to score candidates."""
+    """A batch of held-out data as it was read."""
 
+    y: Tensor
     f: Tensor  # the network's outputs, `[R, C]`
     positions: tuple[int, ...]
     leverages: Tensor  # `[R, L]`
-    head: _HeadBatch | None = None
+    latents: Latents | None = None  # of a head, whose Jacobian is no more than its inputs
+    r: Tensor = field(default_factory=lambda: torch.empty(0))  # `[R]`, once it is known
 
-
-@dataclass(frozen=True)
-class _HeadBatch:
-    """What a batch of a head is scored by, which is no more than its inputs, `[R, 1, 1, D]`."""
-
-    y: Tensor
-    inputs: Tensor
-    latents: Latents
+    def is_of(self, f: Tensor, y: Tensor) -> bool:
+        """True if a batch with these outputs and targets is this one, and no other of a loader that shuffles."""
+        return torch.equal(y, self.y) and f.shape == self.f.shape and torch.allclose(f, self.f, 1e-3, 1e-3)
 
 
 def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeftOut | None:
@@ -295,8 +293,8 @@ def _tilt(
     grid: CalibrationGrid,
     sigma: Tensor,
     train_loader: Iterable[Any] | None,
-) -> tuple[Tilt | None, str, list[_HeadBatch]]:
-    """The width that follows the input, or why there is none; of a head also all batches, which were read for it."""
+) -> tuple[Tilt | None, str, list[_Batch]]:
+    """The width that follows the input, or why there is none, and all batches, as they were read for it."""
     posterior = now.first
     if len(now.posteriors) > 1:
         return None, "it is of one network, not of a mixture", []
@@ -306,25 +304,27 @@ def _tilt(
     if not leverages:
         return None, why_none, []
     piece, scored = pieces[0], grid.of(pieces[0], sigma)
-    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_HeadBatch]()
+    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_Batch]()
     for name, x, y in piece.data.batches(posterior, label="calibrate"):
         with named(name):
             batch = _read(scored.parts[0], leverages, x, y)
             counted = _Rows.of(posterior, batch.f, y, batch.positions)
         rows.outputs.append(batch.f[counted.index])
         rows.targets.append(counted.y)
-        rows.leverages.append(batch.leverages[counted.index])
+        rows.leverages.append(batch.leverages)
+        rows.index.append(counted.index)
         rows.inputs.append(rows.n_inputs + counted.inputs)
         rows.n_inputs += counted.n_data
         if rows.n_bytes > tilting.MOST_BYTES:
             return None, f"the held-out outputs are more than {tilting.MOST_BYTES >> 20} MiB", []
-        if batch.head is not None:
-            read.append(batch.head)
+        read.append(batch)
     n_data = sum(len(part.unique()) for part in rows.inputs)
     if n_data < 2:
         return None, "there are too few data", []
     found = tilting.choose(summaries, leverages, rows, sigma, caution(n_data))
-    return (None, found, read) if isinstance(found, str) else (found, "", read)
+    if isinstance(found, str):
+        return None, found, []
+    return found[0], "", [replace(batch, r=r) for batch, r in zip(read, found[1], strict=True)]
 
 
 def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _Batch:
@@ -334,12 +334,11 @@ def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tenso
         seen: list[Tensor] = []
         latents = part.latents(x, noted=lambda pieces: noted_inputs(pieces, seen))
         if sum(map(len, seen)) == len(latents[0]):
-            head = torch.cat(seen)[:, None, None]
-            found = tilting.in_layers(leverages, {names[0]: head}, len(head))
-            return _Batch(latents[0], latents[2], found, _HeadBatch(y, head, latents))
+            found = tilting.in_layers(leverages, {names[0]: torch.cat(seen)[:, None, None]}, len(latents[0]))
+            return _Batch(y, latents[0], latents[2], found, latents)
     outputs, inputs = layer_inputs(posterior.problem, x, names)
     f = outputs.values.to(part.priors.dtype) if posterior.refined_step is None else part.latents(x)[0]
-    return _Batch(f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))
+    return _Batch(y, f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))
 
 
 def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
@@ -412,29 +411,32 @@ class _Scores:
         shape = (3, len(grid.factors), len(grid.scales), len(noises))
         self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, piece: Piece | LeftOut, kept: Sequence[_HeadBatch] = ()) -> None:
+    def read(self, piece: Piece | LeftOut, kept: Sequence[_Batch] = ()) -> None:
         """Takes in the data of a piece, of which batches may have been read before."""
         scored = self.grid.of(piece, self.network_noise)
-        if kept:
-            for number, batch in enumerate(kept):
-                with named(f"validation batch {number}"):
-                    r = None
-                    if self.tilt is not None:
-                        r = self.tilt.distance(dict.fromkeys(self.tilt.layers, batch.inputs))
-                    self._add(scored, [batch.latents], batch.y, r)
-            return
         if isinstance(piece, LeftOut):
             found, like = piece.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
             self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets)
-            return
-        for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
-            with named(name):
-                r = None
-                if self.tilt is not None:
-                    rows, inputs = layer_inputs(piece.group.first.problem, x, self.tilt.layers)
-                    r = self.tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
-                self._add(scored, [part.latents(x) for part in scored.parts], y, r)
+        elif kept and all(batch.latents is not None for batch in kept):
+            for number, batch in enumerate(kept):
+                with named(f"validation batch {number}"):
+                    self._add(scored, [batch.latents] if batch.latents else [], batch.y, batch.r)
+        else:
+            known = chain(kept, repeat(None))
+            for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
+                with named(name):
+                    latents = [part.latents(x) for part in scored.parts]
+                    self._add(scored, latents, y, self._distance(scored.posterior, x, y, latents[0][0], next(known)))
+
+    def _distance(self, posterior: Posterior, x: Inputs, y: Tensor, f: Tensor, known: _Batch | None) -> Tensor | None:
+        """r of the rows of a batch, `[R]`: as it was read before, or of a loader that shuffles once more."""
+        if self.tilt is None:
+            return None
+        if known is not None and known.is_of(f, y):
+            return known.r
+        rows, inputs = layer_inputs(posterior.problem, x, self.tilt.layers)
+        return self.tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
 
     def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Tensor | None = None) -> None:
         rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
@@ -449,15 +451,22 @@ class _Scores:
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
         tilt, diagonal = self.tilt, scored.parts[0].summaries.diagonal
-        r = None if r is None else r[rows.index].to(means[0])
+        r = None if tilt is None or r is None else r[rows.index].to(means[0])
+        at = means if tilt is None or r is None else [tilt.mean(likelihood, mean) for mean in means]
+        widening = None if tilt is None or r is None or likelihood.has_noise else tilt.at(likelihood, noise, r)
 
-        def losses(variances: list[Tensor], sigma: Tensor, tilt: Tilt | None = tilt) -> Tensor:
-            """Of n candidates with covariances `[n, R, …]`, at a noise, `[n, R]`."""
-            at = means
-            if tilt is not None and r is not None:
-                variances = [tilt.covariance(likelihood, sigma, r, one, diagonal=diagonal) for one in variances]
-                at, sigma = [tilt.mean(likelihood, mean) for mean in means], tilt.noise(likelihood, sigma)
-            return widened(score(likelihood, _predicted(scored, at, variances, weights), rows.y, sigma))
+        def predicted(variances: list[Tensor]) -> Prediction:
+            """Of n candidates with covariances `[n, R, …]`, without what a width adds of a noise."""
+            if widening is not None:
+                variances = [widening.covariance(one, diagonal=diagonal) for one in variances]
+            return _predicted(scored, at, variances, weights)
+
+        def losses(prediction: Prediction, sigma: Tensor) -> Tensor:
+            """Of n candidates at a noise, `[n, R]`."""
+            if tilt is not None and r is not None and isinstance(prediction, tuple):
+                prediction = prediction[0], prediction[1] + tilt.at(likelihood, sigma, r).own
+                sigma = tilt.noise(likelihood, sigma)
+            return widened(score(likelihood, prediction, rows.y, sigma))
 
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
@@ -467,14 +476,15 @@ class _Scores:
             variances = [variance[:, rows.index] for variance in existing]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
-                network = losses(nothing, noise, None)[0]
+                network = widened(score(likelihood, _predicted(scored, means, nothing, weights), rows.y, noise)[0])
                 self._network += float(network.sum())
-                network = network if tilt is None else losses(nothing, noise)[0]
+                if tilt is not None and r is not None:
+                    network = losses(predicted(nothing), noise)[0]
                 self._tilted += float(network.sum())
             for j, scale in enumerate(self.grid.scales):
-                scaled = [scale * variance for variance in variances]
+                prediction = predicted([scale * variance for variance in variances])
                 for k, sigma in enumerate(self.noises):
-                    values = losses(scaled, sigma)
+                    values = losses(prediction, sigma)
                     gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
                     gaps.index_add_(1, rows.inputs, values - network)
                     self._gaps[part, j, k] += gaps.sum(-1)

@@ -85,7 +85,8 @@ class HeldOutRows:
 
     outputs: list[Tensor] = field(default_factory=list)  # f, `[R, C]`
     targets: list[Tensor] = field(default_factory=list)
-    leverages: list[Tensor] = field(default_factory=list)  # of every layer, `[R, L]`
+    leverages: list[Tensor] = field(default_factory=list)  # of every layer, of all rows of a batch, `[R, L]`
+    index: list[Tensor] = field(default_factory=list)  # which of them count
     inputs: list[Tensor] = field(default_factory=list)  # number of the input of every row, `[R]`
     n_inputs: int = 0
 
@@ -112,13 +113,13 @@ def in_layers(leverages: tuple[Leverage, ...], inputs: dict[str, Tensor], n_rows
 
 def choose(
     summaries: Summaries, leverages: tuple[Leverage, ...], rows: HeldOutRows, sigma: Tensor, n_errors: float
-) -> Tilt | str:
+) -> tuple[Tilt, list[Tensor]] | str:
     """The widest c whose mean difference from the network, and so many standard errors, is at most 0.
 
     Leverages, and the inputs by which they were read, are those of the posterior that is to predict, or of one like it.
-    Where r does not exist it says why.
+    With it r of the rows of every batch, `[R]`; where r does not exist it says why.
     """
-    values = widened(torch.cat(rows.leverages))
+    values = widened(torch.cat([part[index] for part, index in zip(rows.leverages, rows.index, strict=True)]))
     medians = values.nanmedian(0).values
     usable = medians.isfinite() & (medians > 0)
     if not bool(usable.any()):
@@ -148,7 +149,8 @@ def choose(
         rest = gaps - mean * counts
         error = float(rest.square().sum().mul(per_input / max(1, per_input - 1)).sqrt() / counts.sum())
         if mean + n_errors * error <= 0 or not width:
-            return replace(tilt, nll=float(scores.mean()), standard_error=error)
+            found = replace(tilt, nll=float(scores.mean()), standard_error=error)
+            return found, [(part[:, usable] * values.new_tensor(unit)).nanmean(1) for part in rows.leverages]
     raise AssertionError
 
 
@@ -157,6 +159,6 @@ def _nll(summaries: Summaries, tilt: Tilt | None, f: Tensor, r: Tensor, y: Tenso
     likelihood, n_outputs = summaries.likelihood, f.shape[1]
     covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
     if tilt is not None:
-        covariance = tilt.covariance(likelihood, sigma, r, covariance, diagonal=summaries.diagonal)
+        covariance = tilt.at(likelihood, sigma, r).covariance(covariance, diagonal=summaries.diagonal)
         f, sigma = tilt.mean(likelihood, f), tilt.noise(likelihood, sigma)
     return find_score("nll", likelihood)(likelihood, summaries.of_gaussian(f, covariance), y, sigma)
