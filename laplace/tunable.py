@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from laplace.tuning.search import Tuned, TuningResult
 
 
+SCORED_LINK = LinkApprox.PROBIT
+"""Link approximation by which `calibrate` scores candidates, unless it is told otherwise."""
+
 SearchName = Literal["lbfgs", "adam", "grid"]
 """Searches of `optimize_hyperparameters`."""
 
@@ -105,7 +108,7 @@ class Tunable(ABC):
         val_loader: Iterable[Any] | None = None,
         *,
         train_loader: Iterable[Any] | None = None,
-        link_approx: LinkName = LinkApprox.PROBIT,
+        link_approx: LinkName = SCORED_LINK,
         n_samples: int = 100,
         keep_noise: bool = False,
         folds: int = 5,

@@ -30,7 +30,7 @@ from laplace.core import nested
 from laplace.core.gaussian import Gaussian
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import Factor, ThinFactor, dense
-from laplace.errors import StateError
+from laplace.errors import StateError, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 
 RIDGE = 1e-3
@@ -153,6 +153,11 @@ class Tilt:
         A layer that the network did not call does not count.
         """
         parts = [each.at(inputs[each.layer]) for each in self.leverages if each.layer in inputs]
+        if not parts:
+            raise UnsupportedError(
+                f"the network called none of the layers {list(self.layers)}, by whose inputs its predictions are "
+                "calibrated, with inputs of one batch: set la.calibration = None, or calibrate anew."
+            )
         r = torch.stack(parts).mean(0)
         return r if n_rows is None else r.repeat_interleave(n_rows // len(r))
 
