@@ -10,10 +10,10 @@ It enters as a posterior whose mean is off the mode, so that the typical input k
     f ~ N(s f̂, (8/π) v K),   s² = 1 + c,   v = c r + max(0, r/r_far − 1)        (classes, labels)
     f ~ N(f̂, σ² v / (1 + c)),   noise σ² / (1 + c)                              (regression)
 
-With K = 1 on the diagonal and ½ elsewhere every logit and every difference of two has the variance (8/π) v, so that
-samples say what the probit link says, which is the softmax at the temperature T(x)² = (1 + v) / (1 + c). In a
-regression T(x)² scales the variance of y. Beyond r_far, farther than every held-out input, T² grows with r whatever c
-is.
+With K = 1 on the diagonal and 1/C elsewhere every logit, and its difference from the mean of the others, has the
+variance (8/π) v, so that both probit links say the softmax at the temperature T(x)² = (1 + v) / (1 + c), and samples
+nearly so, whatever C is. In a regression T(x)² scales the variance of y. Beyond r_far, farther than every held-out
+input, T² grows with r whatever c is.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class Widening:
     own: Tensor  # Variances of its own, `[B, 1]` or `[B, C]`
     correlation: float  # Of its own, between outputs
 
-    def covariance(self, covariance: Tensor, *, diagonal: bool) -> Tensor:
-        """Of variances `[..., B, C]`, or covariances `[..., B, C, C]`."""
+    def covariance(self, covariance: Tensor, *, diagonal: bool, centred: bool = False) -> Tensor:
+        """Of variances `[..., B, C]`, also those of outputs less their mean, or of covariances `[..., B, C, C]`."""
         if diagonal:
-            return self.inflation[:, None] * covariance + self.own
+            share = (1 - self.correlation) * (1 - 1 / covariance.shape[-1]) if centred else 1.0
+            return self.inflation[:, None] * covariance + share * self.own
         return self.inflation[:, None, None] * covariance + self._blocks(covariance.shape[-1])
 
     def between(self, covariance: Tensor, n_outputs: int) -> Tensor:
@@ -125,6 +126,7 @@ class Tilt:
         leverages: Those of every layer, in units in which r is their mean.
         nll: Mean negative log predictive density on the held-out data, of the network with this width.
         standard_error: Paired standard error of its difference from the network's.
+        correlation: Of its own variances, between outputs: 1/C of C classes, 0 of labels and of a regression.
     """
 
     width: float
@@ -132,6 +134,7 @@ class Tilt:
     leverages: tuple[Leverage, ...]
     nll: float
     standard_error: float
+    correlation: float = 0.0
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -182,19 +185,24 @@ class Tilt:
 
     def at(self, likelihood: Likelihood, sigma: Tensor, r: Tensor) -> Widening:
         """What becomes of the posterior's covariances at inputs with r, `[B]`; σ is that before `noise`."""
-        v, classes = self.excess(r), likelihood.activation == "softmax"
+        v = self.excess(r)
         if likelihood.has_noise:
             own = v[:, None] * (sigma.to(v).square() / (1 + self.width)).reshape(1, -1)
             return Widening(torch.ones_like(v), own, 0.0)
-        return Widening(1 + v, _PROBIT * v[:, None], 0.5 if classes else 0.0)
+        return Widening(1 + v, _PROBIT * v[:, None], self.correlation)
 
-    def gaussian(self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian) -> Gaussian:
-        """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing."""
+    def gaussian(
+        self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian, *, centred: bool = False
+    ) -> Gaussian:
+        """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing.
+
+        With `centred` variances are those of outputs less their mean.
+        """
         covariance, widening = posterior.covariance, self.at(likelihood, sigma, r.to(posterior.covariance))
         if posterior.is_joint or posterior.is_grouped:
             covariance = widening.between(covariance, posterior.mean.shape[1])
         else:
-            covariance = widening.covariance(covariance, diagonal=posterior.is_diagonal)
+            covariance = widening.covariance(covariance, diagonal=posterior.is_diagonal, centred=centred)
         return replace(posterior, mean=self.mean(likelihood, posterior.mean), covariance=covariance)
 
     # States.

@@ -71,7 +71,7 @@ class TiltedOutputs(GaussianSource):
                 r = self._read[1]
         else:
             posterior, r = source.gaussian(form, wide=wide), self._read[1]
-        return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior)
+        return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior, centred=form == "centred")
 
     @property
     def _likelihood(self) -> Likelihood:
@@ -120,7 +120,7 @@ def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, 
     """The outputs as a Gaussian without width, in a form of covariances."""
     n_rows, n_outputs = rows.values.shape
     like = widened(rows.values) if wide else rows.values
-    if form == "diagonal":
+    if form in ("diagonal", "centred"):
         covariance = torch.zeros_like(like)
     elif form == "full":
         covariance = like.new_zeros(n_rows, n_outputs, n_outputs)

@@ -450,7 +450,8 @@ class _Scores:
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
-        tilt, diagonal = self.tilt, scored.parts[0].summaries.diagonal
+        tilt, summaries = self.tilt, scored.parts[0].summaries
+        form = {"diagonal": summaries.diagonal, "centred": summaries.centred_link is not None}
         r = None if tilt is None or r is None else r[rows.index].to(means[0])
         at = means if tilt is None or r is None else [tilt.mean(likelihood, mean) for mean in means]
         widening = None if tilt is None or r is None or likelihood.has_noise else tilt.at(likelihood, noise, r)
@@ -458,7 +459,7 @@ class _Scores:
         def predicted(variances: list[Tensor]) -> Prediction:
             """Of n candidates with covariances `[n, R, …]`, without what a width adds of a noise."""
             if widening is not None:
-                variances = [widening.covariance(one, diagonal=diagonal) for one in variances]
+                variances = [widening.covariance(one, **form) for one in variances]
             return _predicted(scored, at, variances, weights)
 
         def losses(prediction: Prediction, sigma: Tensor) -> Tensor:

@@ -140,9 +140,10 @@ def choose(
     counts = torch.bincount(inputs, minlength=n_data)
     per_input = (counts > 0).sum().item()
 
+    correlation = 1 / f.shape[1] if summaries.likelihood.activation == "softmax" else 0.0
     network = widened(_nll(summaries, None, f, r, y, sigma))
     for width in (*WIDTHS, 0.0):
-        tilt = Tilt(width, far, units, 0.0, 0.0)
+        tilt = Tilt(width, far, units, 0.0, 0.0, correlation)
         scores = widened(_nll(summaries, tilt, f, r, y, sigma))
         gaps = torch.zeros(n_data, dtype=wide_dtype(), device=scores.device).index_add_(0, inputs, scores - network)
         mean = float(gaps.sum() / counts.sum())
@@ -159,6 +160,8 @@ def _nll(summaries: Summaries, tilt: Tilt | None, f: Tensor, r: Tensor, y: Tenso
     likelihood, n_outputs = summaries.likelihood, f.shape[1]
     covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
     if tilt is not None:
-        covariance = tilt.at(likelihood, sigma, r).covariance(covariance, diagonal=summaries.diagonal)
+        of_centred = summaries.centred_link is not None
+        widening = tilt.at(likelihood, sigma, r)
+        covariance = widening.covariance(covariance, diagonal=summaries.diagonal, centred=of_centred)
         f, sigma = tilt.mean(likelihood, f), tilt.noise(likelihood, sigma)
     return find_score("nll", likelihood)(likelihood, summaries.of_gaussian(f, covariance), y, sigma)

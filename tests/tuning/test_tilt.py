@@ -93,6 +93,8 @@ def test_probabilities(weights: str, structure: str, given: bool, scale: float) 
     expected = reference.probabilities(network()(x).detach(), r, 2.0, 3.0, variances)
     assert_close(la(x), expected, "algebra")
     assert_close(la.predict(x).probabilities, expected, "algebra")
+    if not scale:
+        assert_close(la(x, link_approx="probit_centred"), expected, "algebra")
     assert torch.equal(la(x).argmax(1), network()(x).argmax(1)) or scale
     tilt = la.calibration.tilt
     assert tilt.layers == (("2",) if weights == "last_layer" else ("0", "2"))
