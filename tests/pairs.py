@@ -3,7 +3,8 @@
 A test of 7 likelihoods, 5 choices of weights and 8 structures is 280 tests; 56 of them try every likelihood with every
 structure, every likelihood with all weights, and all weights with every structure. These run, unless the environment
 variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`). Where a problem stands for its likelihood,
-every problem has its turn in every file. Products of two parameters alone give every value its turn.
+every problem has its turn in every file. Products of two parameters alone give every value its turn, and so do tests
+that are marked `turns`, whose parameters have little to do with each other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     seen: dict[str, set[Any]] = defaultdict(set)  # values that are tried once, by file
     for name, numbers in groups.items():
         rows = split([_values(items[number]) for number in numbers])
-        places = covering(rows, seen[name.partition("::")[0]])
+        pairs = items[numbers[0]].get_closest_marker("turns") is None
+        places = covering(rows, seen[name.partition("::")[0]], pairs)
         kept.update(numbers[place] for place in places)
     return [items[number] for number in sorted(kept)]
 
@@ -60,7 +62,7 @@ def split(rows: Sequence[tuple[Hashable, ...]]) -> list[tuple[Hashable, ...]]:
     return cells if recur else list(rows)
 
 
-def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Once] | None = None) -> list[int]:
+def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Once] | None = None, pairs: bool = True) -> list[int]:
     """Places of rows that have every pair of values, in two columns, that any row has; many new pairs come first.
 
     Where only two columns vary, pairs are all that there is: of more than `FEW` rows those with every value by turns.
@@ -68,19 +70,23 @@ def covering(rows: Sequence[tuple[Hashable, ...]], tried: set[Once] | None = Non
     Args:
         rows: All of one length.
         tried: Of values that are tried `Once`, those that need no row any more; those of the rows are added.
+        pairs: False for every value by turns, but for those that are tried `Once` in other tests.
     """
     columns = [column for column in zip(*rows, strict=True) if len(set(column)) > 1]
+    if not pairs:
+        columns = [column for column in columns if not isinstance(column[0], Once)]
     once = sum(isinstance(column[0], Once) for column in columns)
     varied = len(columns) - once
-    if (varied < 2 and not once) or (varied <= 2 and len(rows) <= FEW):
+    if not columns or (varied < 2 and not once) or (pairs and varied <= 2 and len(rows) <= FEW):
         return list(range(len(rows)))
+    pairs = pairs and varied > 2
     tried = set() if tried is None else tried
-    wanted = [_wanted(row, pairs=varied > 2) - tried for row in zip(*columns, strict=True)]
+    wanted = [_wanted(row, pairs) - tried for row in zip(*columns, strict=True)]
     uses: Counter[Any] = Counter()
     found: list[int] = []
     for least in range(max(map(len, wanted)), 0, -1):
         # Of values, those rows are first whose own others have least; of pairs there are too many to count.
-        order = range(len(wanted)) if varied > 2 else _by_turns(wanted, uses, least)
+        order = range(len(wanted)) if pairs else _by_turns(wanted, uses, least)
         for place in order:
             if len(wanted[place] - uses.keys()) >= least:
                 uses.update(wanted[place])
@@ -99,6 +105,13 @@ def _wanted(row: Sequence[Hashable], pairs: bool) -> set[Any]:
     """Pairs of values in two columns, or the values alone; and values of which one test is enough."""
     placed = [(i, value) for i, value in enumerate(row) if not isinstance(value, Once)]
     return {*(combinations(placed, 2) if pairs else placed), *(value for value in row if isinstance(value, Once))}
+
+
+def nightly(*values: Any) -> list[Any]:
+    """Values of a parameter, or tuples of those of several, that `make test-all` alone tries."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly) for value in values
+    ]
 
 
 def turns(first: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

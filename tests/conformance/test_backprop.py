@@ -76,6 +76,7 @@ def test_latent_gaussian(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "random", names=["mlp_classification", "mlp_regression"]))
+@pytest.mark.turns
 def test_predictions(case: Case) -> None:
     """Through every link and through samples, with equal seeds."""
     la = case.fit(enable_backprop=True, prior_precision=0.4)

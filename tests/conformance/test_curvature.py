@@ -51,6 +51,7 @@ def test_terms_of_several_noises_add_up(case: Case) -> None:
     few("all", structures=LINEAR, names=["mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "pair"])
     + few("last_layer", "mixed", structures=LINEAR, names=["mlp_classification"]),
 )
+@pytest.mark.turns
 def test_sampled_curvature_is_right_on_average(case: Case) -> None:
     options = {"stochastic": True, "num_samples": 5, "generator": torch.Generator().manual_seed(0)}
     la = case.build(backend_kwargs=options)

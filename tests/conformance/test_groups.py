@@ -18,7 +18,7 @@ from tests.conformance.test_predictions import covariance_of
 from tests.reference import predictive
 from tests.reference.compare import assert_close
 
-pytestmark = pytest.mark.portable
+pytestmark = [pytest.mark.portable, pytest.mark.turns]
 
 
 @pytest.mark.parametrize("case", by_turns() + few("last_layer", "mixed"))

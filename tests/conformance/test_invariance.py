@@ -22,6 +22,8 @@ from tests.conformance.test_predictions import latent_of
 from tests.pairs import turns
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.turns
+
 
 def same(one: ParametricLaplace, other: ParametricLaplace, label: str = "", kind: str = "backend") -> None:
     """Two posteriors hold the same numbers."""

@@ -375,6 +375,7 @@ class SoftmaxByHand(LikelihoodFromLoss):
 
 @pytest.mark.parametrize("kind", ["ggn", "ef"])
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_classification", "conv2d_grouped"]))
+@pytest.mark.turns
 def test_likelihood_of_a_user(case: Case, kind: str) -> None:
     built_in = case.fit(4, kind=kind, temperature=0.7)
     model = case.problem.make_model()

@@ -49,6 +49,7 @@ def fitted(structure: str, weights: str, dtype: torch.dtype, likelihood: str = "
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("structure", STRUCTURE_NAMES)
+@pytest.mark.turns
 def test_saturated_float32_network(structure: str, weights: str, likelihood: str) -> None:
     single = fitted(structure, weights, torch.float32, likelihood)
     double = fitted(structure, weights, torch.float64, likelihood)

@@ -81,6 +81,7 @@ def check(
 
 @pytest.mark.parametrize("form", ["scalar", "layerwise", "diag"])
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
+@pytest.mark.turns
 def test_moments_and_samples(case: Case, form: str) -> None:
     x, one = case.problem.x[:2], torch.tensor(0.9, dtype=torch.float64)
     sigma = drawn(case, "sigma", case.n_outputs).mul(0.3).exp()

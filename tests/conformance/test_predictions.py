@@ -67,6 +67,7 @@ def _check_forms(case: Case, la: ParametricLaplace) -> None:
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=(*FEW, "embedding_positions")))
+@pytest.mark.turns
 def test_scan_over_priors(case: Case) -> None:
     """What a grid search sees at its candidates, all at once or one by one, is what the posterior says there."""
     deltas = torch.tensor([1e-3, 0.4, 30.0], dtype=torch.float64)
@@ -123,6 +124,7 @@ def test_regression(case: Case) -> None:
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=SOFTMAX))
 @pytest.mark.parametrize("link", ["probit", "probit_centred", "bridge", "bridge_norm"])
+@pytest.mark.turns
 def test_softmax_links(case: Case, link: str) -> None:
     la = case.fit(prior_precision=0.4)
     f, variance = truth(case.problem.name).f, predictive.functional_variance(case.jacobian, covariance_of(la))
@@ -135,6 +137,7 @@ def test_softmax_links(case: Case, link: str) -> None:
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_classification", "mlp_bernoulli_multi"]))
 @pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.turns
 def test_monte_carlo_links(case: Case, diagonal: bool) -> None:
     la = case.fit(prior_precision=0.4)
     f, variance = truth(case.problem.name).f, predictive.functional_variance(case.jacobian, covariance_of(la))
@@ -150,6 +153,7 @@ def test_monte_carlo_links(case: Case, diagonal: bool) -> None:
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_poisson", "mlp_heteroscedastic"]))
+@pytest.mark.turns
 def test_moments_of_targets(case: Case) -> None:
     """E[y] and Var(y), with the noise, under every link and form; aleatoric and epistemic parts."""
     la = case.fit(prior_precision=4.0)
@@ -212,6 +216,7 @@ def test_without_data_the_prior_decides(case: Case) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("case", few("all", "last_layer", "random", names=FEW[:3]))
+@pytest.mark.turns
 def test_gradients_switched_off_change_nothing(case: Case, mode: Any) -> None:
     outside, la = case.fit(prior_precision=2.0), case.build()
 

@@ -17,7 +17,7 @@ from tests.reference import curvature as reference
 from tests.reference import predictive
 from tests.reference.compare import assert_close
 
-pytestmark = pytest.mark.portable
+pytestmark = [pytest.mark.portable, pytest.mark.turns]
 
 SAMPLES = 4000
 

@@ -23,6 +23,7 @@ from tests import problems as catalogue
 from tests.conformance.backends import BACKENDS, Backend, engine_of
 from tests.conformance.cases import STRUCTURE_NAMES, Case
 from tests.conformance.test_invariance import same
+from tests.pairs import nightly
 from tests.reference import curvature as reference
 from tests.reference.compare import assert_close
 
@@ -207,10 +208,12 @@ USES: dict[str, Callable[[Batches], Tensor]] = {
     "VaLLA": lambda b: of_functions(b, VaLLA, "random", 4, iterations=20),
 }  # fmt: skip
 
+SLOW = "the refined Gaussian"
+
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.TuningWarning")
 @pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")  # a search that is not at its end
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [*(use for use in USES if use != SLOW), *nightly(SLOW)])
 def test_one_hot_rows_are_labels_in_every_use(use: str) -> None:
     expected = USES[use](grid.batches())
     for form in FORMS:

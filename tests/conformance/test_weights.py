@@ -58,6 +58,7 @@ def same_posterior(la: ParametricLaplace, expected: ParametricLaplace, kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [p.name for p in catalogue.problems("mlp", "kfac", without=("saturated", "frozen"))])
+@pytest.mark.turns
 def test_weighted_sums_are_those_of_single_data(name: str, kind: str) -> None:
     problem = catalogue.get(name)
     model, weights = problem.make_model(), fractions(problem)
@@ -73,6 +74,7 @@ def test_weighted_sums_are_those_of_single_data(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ggn", "ef"])
 @pytest.mark.parametrize("structure", STRUCTURE_NAMES)
 @pytest.mark.parametrize("name", FEW)
+@pytest.mark.turns
 def test_whole_weights_are_repeated_data(name: str, structure: str, kind: str) -> None:
     problem = catalogue.get(name)
     case = Case(problem, structure, "all")

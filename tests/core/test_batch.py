@@ -385,6 +385,7 @@ FACTORED = ("kron", "ekfac", "lowrank_kron")
 @pytest.mark.parametrize("size", [6, 1])
 @pytest.mark.parametrize("reduction", ["pick_first", "pick_last", "average"])
 @pytest.mark.parametrize("structure", grid.STRUCTURES)
+@pytest.mark.turns
 def test_feature_reduction(structure: str, reduction: str, size: int) -> None:
     """Equal to a network that reduces its features itself; batches of one keep their dimension."""
     torch.manual_seed(0)

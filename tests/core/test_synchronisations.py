@@ -94,6 +94,7 @@ def reads_of_fit(n_batches: int, likelihood: str, weights: str, structure: str) 
 @pytest.mark.parametrize(
     "structure", ["full", "block", "diag", "kron", "ekfac", "lowrank", "lowrank_kron", "lowrank_kron, corrected"]
 )
+@pytest.mark.turns
 def test_a_batch_of_a_fit_waits_once_per_reading(structure: str, weights: str, likelihood: str) -> None:
     assert structure.partition(",")[0] in STRUCTURES
     (_, few), (_, many) = (reads_of_fit(n, likelihood, weights, structure) for n in (2, 5))

@@ -110,6 +110,7 @@ def answers(block: type[nn.Module], how: str, weights: Any, structure: Any, **op
 @pytest.mark.parametrize("weights", ["all", "frozen", "subnetwork", "last_layer"])
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank", "matrix_free"])
 @pytest.mark.parametrize("block", [Block, Attention, Recurrent])
+@pytest.mark.turns
 def test_checkpoints_change_nothing(block: type[nn.Module], structure: str, weights: str) -> None:
     if weights == "subnetwork" and structure not in ("full", "diag"):
         pytest.skip("no such posterior")

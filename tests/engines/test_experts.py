@@ -181,6 +181,7 @@ def fitted(model: nn.Module, structure: Any, batches: Sequence[Any], **options: 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.turns
 def test_splits_agree(name: str, structure: Any, split: str) -> None:
     if name == "wide" and structure == "full":
         pytest.skip("large")

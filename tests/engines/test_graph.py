@@ -467,6 +467,7 @@ def test_kronecker_factors_do_not_depend_on_the_order_of_batches(kind: type[nn.M
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 @pytest.mark.parametrize("engine_of_another", [False, True])
+@pytest.mark.turns
 def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str, engine_of_another: bool) -> None:
     model = network(kind)
     la = fitted(model, structure, SHOWN)

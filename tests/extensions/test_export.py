@@ -17,11 +17,14 @@ from laplace.jacobian.index import IndexBlock
 from laplace.likelihoods import LIKELIHOODS
 from laplace.mixture import MixtureLaplace
 from tests import fresh, grid
+from tests.pairs import nightly
 from tests.versions import newer_torch
 
 BATCH = torch.export.Dim("batch")
-LARGE = grid.PAIRS
-"""Likelihoods whose graph of an exact moment takes ten seconds and more to trace."""
+LARGE = (*grid.PAIRS, "reward_modeling")
+"""Likelihoods whose graph of an exact moment takes seconds to trace, of two ten and more."""
+SLOW = [cell for cell in grid.TURNS if cell[1] == "lowrank_kron"] + [("all", "gp")]
+STRUCTURES = [cell for cell in grid.TURNS if cell not in SLOW] + nightly(*SLOW)
 LINKS = [
     pytest.param(name, link, marks=pytest.mark.nightly if name in LARGE and link == "probit" else ())
     for name in grid.LIKELIHOODS for link in (LIKELIHOODS[name]().links or ("probit",))
@@ -56,7 +59,7 @@ class Tokens(nn.Module):
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
-@pytest.mark.parametrize(("weights", "structure"), [*grid.TURNS, ("all", "gp")])
+@pytest.mark.parametrize(("weights", "structure"), STRUCTURES)
 def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure, "regression", **({"n_subset": 6} if structure == "gp" else {}))
     x, _ = grid.data("regression")
@@ -114,11 +117,12 @@ def test_mixture() -> None:
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
-def test_tokens_by_name() -> None:
+@pytest.mark.parametrize("weights", ["last_layer", *nightly("all")])
+def test_tokens_by_name(weights: str) -> None:
     torch.manual_seed(0)
     ids, mask = torch.randint(7, (6, 5)), torch.ones(6, 5)
     batch = {"ids": ids, "mask": mask}
-    la = Laplace(Tokens(), "classification", "all", "kron")
+    la = Laplace(Tokens(), "classification", weights, "kron")
     la.fit([{**batch, "labels": torch.randint(3, (6,))}])
     module = laplace.export(la, {name: value[:2] for name, value in batch.items()})
     assert_close(module(**batch), la(batch))
@@ -223,8 +227,9 @@ assert 'laplace' not in sys.modules
 
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
-def test_compiled_as_one_graph() -> None:
-    la = grid.fitted("all", "diag")
+@pytest.mark.parametrize("weights", ["last_layer", *nightly("all")])
+def test_compiled_as_one_graph(weights: str) -> None:
+    la = grid.fitted(weights, "diag")
     x, _ = grid.data()
     compiled = torch.compile(laplace.export(la, x[:4]), fullgraph=True, backend="eager", dynamic=True)
     for size in (3, grid.N_DATA):

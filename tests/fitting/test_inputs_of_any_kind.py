@@ -110,6 +110,7 @@ def fitted(model: nn.Module, batches: list[Any], structure: Any, weights: Any = 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", [rows, mapping, pair, graph])
+@pytest.mark.turns
 def test_sparse_inputs_are_dense_ones(case: Any, layout: str, structure: Any, weights: Any) -> None:
     model, batches, x = case(LAYOUTS[layout])
     _, dense_batches, dense_x = case(lambda t: t)
@@ -182,6 +183,7 @@ OBJECTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[nn.Module, Any], Any
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.turns
 def test_any_object_is_an_input_of_a_forward_fn(kind: str, structure: Any, weights: Any) -> None:
     make, forward = OBJECTS[kind]
     x, y = data()

@@ -41,7 +41,8 @@ KINDS: dict[str, tuple[type[BaseFunctionalLaplace], dict[str, Any]]] = {
 ONE_PRIOR = ("nystrom", "variational")
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one noise", "noises"])
+@pytest.mark.turns
+@pytest.mark.parametrize("several", [True, False], ids=["noises", "one noise"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_weights(kind: str, several: bool) -> None:
     problem = catalogue.get("mlp_regression")

@@ -81,3 +81,11 @@ def test_of_many_tests_of_two_parameters_every_value_is_tried_by_turns() -> None
 def test_every_structure_is_tried_with_all_weights() -> None:
     assert {structure for _, structure in grid.CELLS} == set(STRUCTURES)
     assert set(grid.CELLS) >= set(product(grid.WEIGHTS, grid.FIRST))
+
+
+def test_of_parameters_that_have_little_to_do_with_each_other_every_value_is_tried_by_turns() -> None:
+    rows = list(product(range(8), range(5), range(3)))
+    found = [rows[place] for place in covering(rows, pairs=False)]
+    assert len(found) == 8
+    assert all(pairs(found, column) == pairs(rows, column) for column in range(3))
+    assert covering([(0, 1, Once(1)), (1, 0, Once(2)), (0, 0, Once(3)), (1, 1, Once(4))], pairs=False) == [0, 1]

@@ -20,6 +20,8 @@ from tests.pairs import turns
 from tests.reference import corrected, kfac
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.turns
+
 # Output sides without repeated eigenvalues, where the eigenvectors at a cut are defined.
 DISTINCT = catalogue.problems("kfac", "classification", without=("saturated", "ignored_labels"))
 DISTINCT_CASES = [Case(problem, "lowrank_kron", "all") for problem in DISTINCT]

@@ -21,6 +21,8 @@ from tests.pairs import turns
 from tests.reference import corrected, kfac
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.turns
+
 WHOLE = {"rank": 1000, "corrected": True}
 
 

@@ -177,6 +177,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": grid.network, "nasty": Nast
 @pytest.mark.parametrize("backprop", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+@pytest.mark.turns
 def test_the_model_is_left_as_it_was(weights: str, structure: str, name: str, backprop: bool) -> None:
     model = prepared(MODELS[name])
     before = picture(model)
@@ -228,6 +229,7 @@ def test_the_networks_of_a_mixture_are_left_as_they_were(make: Callable[[list[nn
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 @pytest.mark.parametrize("name", ["NativeGGN", "NativeEF", "NativeHessian", *BACKENDS])
+@pytest.mark.turns
 def test_the_model_is_left_as_it_was_by_every_backend(name: str, weights: str, structure: str) -> None:
     backend = BACKENDS[name].cls if name in BACKENDS else getattr(curvature, name)
     structure = "full" if backend.kind == "hessian" else structure
@@ -275,6 +277,7 @@ FAILING: dict[str, Callable[[Any, int], Any]] = {
 @pytest.mark.parametrize("batch", [0, 1, 2])
 @pytest.mark.parametrize("call", FAILING)
 @pytest.mark.parametrize("weights", grid.WEIGHTS)
+@pytest.mark.turns
 def test_a_failing_forward_pass_changes_nothing(weights: str, call: str, batch: int) -> None:
     """Neither the model nor the former posterior, nor the lock on the model."""
     model = prepared(Nasty)

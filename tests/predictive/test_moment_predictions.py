@@ -11,6 +11,7 @@ from torch.distributions import MixtureSameFamily
 
 from laplace import Laplace, MixtureLaplace, ParametricLaplace
 from tests import grid
+from tests.pairs import nightly
 from tests.reference import likelihoods as reference
 from tests.reference.compare import assert_close
 
@@ -79,7 +80,7 @@ def test_intervals_hold_their_share(likelihood: str) -> None:
         assert_close(below, torch.full_like(below, share), "mc", standard_error=0.3 * (2 / 20_000) ** 0.5)
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("likelihood", ["mean_log_variance", *nightly("heteroscedastic", "poisson")])
 def test_entropies(likelihood: str) -> None:
     """Against the mean of −log p(y | f) over other samples; what y says of f is small and positive."""
     la, x = fitted(likelihood)
@@ -162,6 +163,7 @@ def test_a_gaussian_process_of_all_data_is_the_posterior(likelihood: str) -> Non
     assert_close(process.log_marginal_likelihood(), la.log_marginal_likelihood(), "backend")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("approximation", ["nystrom", "variational"])
 def test_other_posteriors_over_functions(likelihood: str, approximation: str) -> None:
@@ -180,7 +182,7 @@ def test_other_posteriors_over_functions(likelihood: str, approximation: str) ->
     assert (variance > 0).all()
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("likelihood", ["poisson", "mean_log_variance", *nightly("heteroscedastic")])
 def test_refinement_raises_the_joint_density(likelihood: str) -> None:
     la, x = fitted(likelihood)
     batches = [(x, grid.data(likelihood)[1].double())]

@@ -15,6 +15,7 @@ from laplace.errors import InvalidData, UnsupportedError
 from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import Case, truth
+from tests.pairs import nightly
 from tests.reference import curvature as reference
 from tests.reference import predictive, refined
 from tests.reference.compare import assert_close
@@ -153,7 +154,7 @@ def test_the_variational_process_against_brute_force(independent: bool) -> None:
     assert all(after > before for before, after in zip(found.values[:-1], found.values[1:], strict=True))
 
 
-@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("independent", [False, *nightly(True)])
 def test_the_variational_process_is_stationary(independent: bool) -> None:
     """Opper and Archambeau (2009): a = −E[∇(−log p)], and S⁻¹ is the prior's plus E[Λ] at the data alone."""
     dense = Dense("mlp_classification", independent=independent)

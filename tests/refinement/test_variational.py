@@ -12,6 +12,7 @@ from laplace.errors import ApproximationWarning
 from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import Case, own_dense, truth
+from tests.pairs import nightly
 from tests.reference import refined
 from tests.reference.compare import assert_close
 
@@ -75,8 +76,11 @@ def true_bound(case: Case, la: ParametricLaplace) -> float:
     return float(refined.elbo(la.mean, root, case.mean, f, case.jacobian, case.problem.y, scale, delta))
 
 
-@pytest.mark.parametrize("weights", ["all", "last_layer", "mixed"])
-@pytest.mark.parametrize("structure", ["block", "kron"])
+@pytest.mark.parametrize(
+    ("structure", "weights"),
+    [("block", "last_layer"), ("block", "mixed"), ("kron", "last_layer"),
+     *nightly(("block", "all"), ("kron", "all"), ("kron", "mixed"))],
+)  # fmt: skip
 def test_blocks_and_kronecker_factors(structure: str, weights: str) -> None:
     """The bound is that of the Gaussian that is found, grows, and lies between those of diagonals and of all Gaussians.
 
@@ -104,8 +108,13 @@ def test_blocks_and_kronecker_factors(structure: str, weights: str) -> None:
         assert_close(precision, kept, "float32")
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "poisson"])
-@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize(
+    ("weights", "likelihood"),
+    [
+        ("last_layer", "poisson"),
+        *nightly(("all", "poisson"), ("last_layer", "classification"), ("all", "classification")),
+    ],
+)
 def test_kronecker_factors_of_other_likelihoods(likelihood: str, weights: str) -> None:
     la = Laplace(grid.network(likelihood).double(), likelihood, weights, "kron", prior_precision=0.3)
     data = [(x.double(), y.double() if y.is_floating_point() else y) for x, y in grid.batches(likelihood)]
@@ -136,6 +145,7 @@ def test_few_points_do_not_lower_the_bound(structure: str) -> None:
     assert bounds[-1] > max(bounds) - 1e-3
 
 
+@pytest.mark.nightly
 def test_softmax_against_brute_force() -> None:
     """With many points the best Gaussian is found up to their error."""
     case = case_of("full", "last_layer", "mlp_classification")
@@ -169,7 +179,7 @@ def test_softmax_is_a_fixed_point(structure: str) -> None:
     assert torch.equal(twin.mean, mean)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("structure", ["diag", *nightly("full")])
 def test_softmax_converges_in_double_precision(structure: str) -> None:
     """Few random points: their bound is largest elsewhere than where the natural gradient vanishes."""
     la = Laplace(grid.network().double(), "classification", "last_layer", structure)

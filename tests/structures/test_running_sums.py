@@ -15,6 +15,7 @@ from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.base import DataPass
 from tests import problems as catalogue
 from tests.conformance.cases import Case, own_dense
+from tests.pairs import nightly
 from tests.reference.compare import assert_close
 
 ADDING = [name for name in STRUCTURES if name != "matrix_free"]
@@ -118,7 +119,7 @@ def test_sums_in_the_span_of_given_directions() -> None:
             assert_close(curvature.public(), la.H, "backend")
 
 
-@pytest.mark.parametrize("structure", ["full", "block"])
+@pytest.mark.parametrize("structure", ["full", *nightly("block")])
 def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str) -> None:
     """Of a network that is large enough for sums by pairs of layers, of which another shard's batches know nothing."""
     torch.manual_seed(0)

@@ -90,6 +90,7 @@ def test_classification(weights: str, structure: str) -> None:
     ("weights", "structure", "per_output"),
     [(*cell, False) for cell in CELLS] + [("all", structure, True) for structure in STRUCTURES],
 )
+@pytest.mark.turns
 def test_regression(weights: str, structure: str, per_output: bool) -> None:
     """Of a noise per output a value is the geometric mean, in the ratios of the residuals on the validation data."""
     x, y = grid.data("regression", seed=11)

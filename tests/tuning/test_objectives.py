@@ -173,6 +173,7 @@ def evidence_at(la: ParametricLaplace, logs: Tensor, coordinates: Coordinates) -
     ("weights", "structure", "method"),
     [(*cell, "lbfgs") for cell in CELLS] + [(*cell, "adam") for cell in grid.DIAGONAL],
 )
+@pytest.mark.turns
 def test_joint_maximum_of_the_evidence(weights: str, structure: str, method: str) -> None:
     """No hyper-parameter can be moved alone to do better, and tuning the noise does better than not."""
     several = torch.ones(3, dtype=torch.float64)

@@ -86,6 +86,7 @@ def jacobian(model: nn.Module, x: Any, names: list[str]) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.turns
 def test_the_head_is_found_and_its_curvature_exact(name: str, weights: Any, structure: Any) -> None:
     (x, y), model = data(), network(name)
     la = Laplace(model, "classification", weights, structure, prior_precision=0.7)
