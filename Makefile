@@ -48,6 +48,8 @@ CLIENT_CURVLINOPS := 2.0.1 3.0.1
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+# Workers, and the processes that tests start, share what is compiled; `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := $(wildcard laplace tests examples papers benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help

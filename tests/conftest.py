@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ from tests.pairs import ALL, chosen
 
 hypothesis.settings.register_profile("laplace", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("laplace")
+
+gc.disable()  # until all tests are collected, see below
 
 THREADS = int(os.environ.get("LAPLACE_TEST_THREADS", "1"))
 """Threads of PyTorch inside a test; `make test-portable` tries others."""
@@ -61,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
     if hasattr(config, "workerinput"):  # no worker is left with a long file at the end
         items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: they are not looked through whenever garbage is collected."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,6 +31,8 @@ NEEDS = {
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
 ELSEWHERE = {"several_processes"}  # which runs as `torchrun` would start it, below
+LONGEST = {"botorch_regret", "deployment", "lora", "structures", "why_calibrate", "with_trainer"}
+"""Examples that take as long as all others together."""
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 
 
@@ -38,7 +40,7 @@ EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, marks=pytest.mark.nightly if path.stem in ELSEWHERE else ()) for path in EXAMPLES],
+    [pytest.param(path, marks=pytest.mark.nightly if path.stem in ELSEWHERE | LONGEST else ()) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

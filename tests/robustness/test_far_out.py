@@ -102,6 +102,7 @@ def test_data_that_leave_nothing_of_the_prior(far: dict[str, float], structure: 
 @pytest.mark.parametrize("likelihood", ["classification", "regression", "poisson"])
 @pytest.mark.parametrize(("weights", "structure"), grid.TURNS)
 @pytest.mark.parametrize("name", FAR)
+@pytest.mark.turns
 def test_far_out_numbers(name: str, weights: str, structure: str, likelihood: str) -> None:
     try:
         la, x = fitted(weights, structure, likelihood, FAR[name])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import MemoryWarning
+from tests.pairs import nightly
 from tests.robustness import drawn
 
 pytestmark = pytest.mark.portable
@@ -30,19 +31,19 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not apart, f"times what is allowed: {apart}"
 
 
-def test_on_other_machines(tmp_path: Path) -> None:
-    """Every posterior fitted and sampled with other instructions, in processes of their own."""
-    here = drawn.everything()
-    for threads, environment in ELSEWHERE.values():
-        found = drawn.elsewhere(tmp_path, threads, **environment)
-        check(found, here)
-        plain = environment["ATEN_CPU_CAPABILITY"] == "default"
-        if plain and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-            assert any(not torch.equal(found[name][0], here[name][0]) for name in here), "the setting changed nothing"
+@pytest.mark.parametrize("machine", ["plain", *nightly("AVX2, other matrix products, two threads")])
+def test_on_other_machines(machine: str, tmp_path: Path) -> None:
+    """Every posterior fitted and sampled with other instructions, in a process of its own."""
+    threads, environment = ELSEWHERE[machine]
+    here, found = drawn.everything(), drawn.elsewhere(tmp_path, threads, **environment)
+    check(found, here)
+    if machine == "plain" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert any(not torch.equal(found[name][0], here[name][0]) for name in here), "the setting changed nothing"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("weights", "structure"), drawn.CELLS)
+@pytest.mark.turns
 def test_of_a_few_data_at_once(weights: str, structure: str, dtype: torch.dtype) -> None:
     """Also where the data leave little of the prior's variance."""
     la, memory = drawn.fitted(weights, structure, dtype)

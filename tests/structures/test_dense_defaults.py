@@ -341,12 +341,12 @@ def test_no_public_call_of_them_reaches_a_matrix_by_default(structure: str, monk
 
 def test_the_documented_structure_passes_the_conformance_suite() -> None:
     """In a process of its own, whose registry has it; with all weights, a last layer and subnetworks."""
-    suites, least = ["tests/test_state.py", "tests/posterior/test_forgetting.py"], 200
+    suites, least = ["tests/test_state.py", "tests/posterior/test_forgetting.py"], 700
     if ALL:
-        suites, least = [*suites, "tests/conformance", "tests/tuning", "tests/training"], 700
+        suites += ["tests/conformance", "tests/tuning", "tests/training"]
     else:  # every number that is asked of a posterior
         names = ("curvature", "evidence", "gradients", "predictions", "samples")
-        suites += [f"tests/conformance/test_{name}.py" for name in names]
+        suites, least = [f"tests/conformance/test_{name}.py" for name in names], 100
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-p", "tests.conformance.tridiagonal"]
     # That of decay compares with a table of truths, which has those of the library's structures.
     chosen = ["-k", "tridiagonal and not decay_weighs", "-W", "ignore::laplace.errors.SlowWarning"]

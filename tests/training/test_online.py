@@ -18,6 +18,7 @@ from laplace.curvature import NativeEF, NativeGGN
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
 from laplace.likelihoods import Categorical, LikelihoodFromLoss
 from tests import grid
+from tests.pairs import nightly
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
 from tests.reference.likelihoods import DENSITIES, nll
@@ -143,6 +144,7 @@ def test_training_ends_at_the_posterior_mean_of_a_linear_model(temperature: floa
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.nightly
 def test_the_evidence_ends_at_its_maximum() -> None:
     """Type-II maximum likelihood of a linear model, by the closed form of the marginal density."""
     model, x, y = line()
@@ -181,7 +183,7 @@ class Grouped(nn.Module):
         return self.head(torch.tanh(self.useful(x[:, :2]) + self.useless(x[:, 2:])))
 
 
-@pytest.mark.parametrize(("structure", "largest_noise"), [("full", 0.23), ("kron", 0.23), ("diag", 0.3)])
+@pytest.mark.parametrize(("structure", "largest_noise"), [("diag", 0.3), *nightly(("full", 0.23), ("kron", 0.23))])
 def test_it_recovers_the_noise_and_prunes_useless_inputs(structure: str, largest_noise: float) -> None:
     """The noise is 0.2; the coarser the curvature, the more of the signal is called noise."""
     generator = torch.Generator().manual_seed(2)
@@ -199,7 +201,7 @@ def test_it_recovers_the_noise_and_prunes_useless_inputs(structure: str, largest
 
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # of both, and rightly
-@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("structure", ["diag", *nightly("kron")])
 def test_it_beats_a_fixed_prior_on_digits(structure: str) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = map(torch.as_tensor, datasets.load_digits(return_X_y=True))
@@ -233,6 +235,7 @@ class Counts(LikelihoodFromLoss):
 @pytest.mark.parametrize("likelihood", [*grid.LIKELIHOODS, pytest.param(Counts(), id="counts")])
 @pytest.mark.parametrize("structure", grid.STRUCTURES)
 @pytest.mark.parametrize(("backend", "options"), [(NativeGGN, {"stochastic": True}), (NativeEF, {}), (None, {})])
+@pytest.mark.turns
 def test_every_likelihood_structure_and_backend(likelihood: Any, structure: str, backend: Any, options: Any) -> None:
     own = None if isinstance(likelihood, str) else [(x, y.abs().round()) for x, y in grid.batches("regression")]
     la, _, margliks, losses = train(

@@ -51,6 +51,7 @@ def evidence_at(la: Any, prior: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("weights", "structure", "likelihood"), CASES)
+@pytest.mark.turns
 def test_scalar_evidence_against_a_fine_scan(weights: str, structure: str, likelihood: str) -> None:
     la = grid.fitted(weights, structure, likelihood)
     start = la.log_marginal_likelihood().item()
@@ -67,6 +68,7 @@ def test_scalar_evidence_against_a_fine_scan(weights: str, structure: str, likel
 @pytest.mark.parametrize("structure", ["layerwise", "diag"])
 @pytest.mark.parametrize("weights", grid.WEIGHTS)
 @pytest.mark.parametrize("curvature", grid.STRUCTURES)
+@pytest.mark.turns
 def test_more_precisions_give_more_evidence(curvature: str, weights: str, structure: str) -> None:
     """And no single one of them can be moved to do better."""
     la = grid.fitted(weights, curvature, "regression", sigma_noise=0.7)
@@ -211,6 +213,7 @@ PREDICTIVES = {
 
 
 @pytest.mark.parametrize(("weights", "structure", "likelihood"), CASES)
+@pytest.mark.turns
 def test_every_candidate_on_its_own(weights: str, structure: str, likelihood: str) -> None:
     """Whatever the predictive: one pass of the network for all candidates does not change a loss."""
     la = grid.fitted(weights, structure, likelihood)
