@@ -174,6 +174,7 @@ def test_kfac_reduce(name: str, problem: str) -> None:
 
 @pytest.mark.parametrize("primitive", ["full", "kron", "matmul"])
 @pytest.mark.parametrize("problem", ["mlp_classification", "mlp_regression", "mlp_bernoulli_multi"])
+@pytest.mark.turns
 def test_sampled_curvature_is_right_on_average(problem: str, primitive: str) -> None:
     case = Case(catalogue.get(problem), "full", "all")
     options = {"stochastic": True, "num_samples": 5, "generator": torch.Generator().manual_seed(0)}

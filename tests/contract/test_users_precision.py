@@ -127,6 +127,7 @@ def test_one_curvature_for_every_noise(noise: str) -> None:
 
 @pytest.mark.parametrize("damping", [False, True])
 @pytest.mark.parametrize("noise", each_noise())
+@pytest.mark.turns
 def test_gradients_lead_to_prior_and_noise(noise: str, damping: bool) -> None:
     la = regression(each_noise()[noise], damping=damping)
     vectors = torch.randn(2, 3, la.n_params, dtype=torch.float64)

@@ -143,6 +143,7 @@ def test_the_numbers_are_the_package_s(backend: Any, native: Any) -> None:
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("primitive", ["full", "diag", "kron"])
+@pytest.mark.turns
 def test_sampled_curvature_is_right_on_average_and_follows_its_generator(primitive: str, likelihood: str) -> None:
     """Also of several draws, of which ASDL itself makes one k-th."""
     case, _ = network("modules")

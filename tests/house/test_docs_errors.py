@@ -55,7 +55,7 @@ def begins(quote: str, text: str) -> bool:
 @cache
 def messages() -> list[str]:
     """Every string of the package."""
-    return [rendered(node, path) for path in FILES for node in ast.walk(tree(path)) if _is_string(node)]
+    return sorted({rendered(node, path) for path in FILES for node in ast.walk(tree(path)) if _is_string(node)})
 
 
 def _is_string(node: ast.AST) -> bool:

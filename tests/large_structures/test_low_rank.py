@@ -82,6 +82,7 @@ def test_dominant_eigenpairs(kind: str) -> None:
 
 @pytest.mark.parametrize("backend", [NativeGGN, NativeHessian])
 @pytest.mark.parametrize("power_iterations", [0, 1, 4])
+@pytest.mark.turns
 def test_residual_is_measured(backend: Any, power_iterations: int) -> None:
     la = fitted(backend=backend, rank=8, oversampling=2, power_iterations=power_iterations)
     dense = exact("ggn" if backend is NativeGGN else "hessian")

@@ -164,6 +164,7 @@ def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float, lik
 @pytest.mark.parametrize("eta", [3.0, 100.0, 3000.0])
 @pytest.mark.parametrize(("s", "variance"), [(-2.0, 0.3), (1.0, 4.0)])
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
+@pytest.mark.turns
 def test_density_where_the_first_parameter_is_almost_known(
     eta: float, s: float, variance: float, correlation: float
 ) -> None:

@@ -59,6 +59,7 @@ def numbers(la: Any, likelihood: str, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("likelihood", grid.LIKELIHOODS)
 @pytest.mark.parametrize("structure", grid.STRUCTURES)
 @pytest.mark.parametrize("weights", grid.WEIGHTS)
+@pytest.mark.turns
 def test_in_both_precisions(weights: str, structure: str, likelihood: str) -> None:
     found, expected = (
         numbers(fitted(weights, structure, likelihood, dtype), likelihood, dtype)

@@ -29,6 +29,7 @@ from laplace.errors import (
 from laplace.structures import STRUCTURES
 from laplace.tuning import calibrate as search
 from tests import grid
+from tests.pairs import nightly
 
 CELLS = [(grid.WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES)]
 LIKELIHOODS = tuple(name for name in grid.LIKELIHOODS if name != "reward_modeling")
@@ -266,7 +267,7 @@ def test_the_choice_is_the_smallest_cautious_difference() -> None:
         assert calibration.posterior_nll < calibration.network_nll
 
 
-@pytest.mark.parametrize("size", [1, 7, 36])
+@pytest.mark.parametrize("size", [7, *nightly(1, 36)])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_batches_do_not_matter(size: int, likelihood: str) -> None:
     la = double(grid.fitted("all", "kron", likelihood))
@@ -429,7 +430,7 @@ def test_undo_and_twice(likelihood: str) -> None:
         assert torch.equal(again, once)
 
 
-@pytest.mark.parametrize("structure", ["kron", "full", "diag", "ekfac", "lowrank", "gp"])
+@pytest.mark.parametrize("structure", ["kron", "lowrank", "gp", *nightly("full", "diag", "ekfac")])
 def test_states_keep_it(structure: str) -> None:
     options: dict[str, Any] = {"n_subset": 9} if structure == "gp" else {}
     la = grid.make("all", structure, "regression", **options)
