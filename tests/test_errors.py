@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -206,6 +207,12 @@ BAD_HYPER: list[tuple[str, Any, str]] = [
 ]
 
 
+@cache
+def regression(structure: str) -> Any:
+    """A posterior that no test changes."""
+    return grid.fitted("all", structure, "regression")
+
+
 @pytest.mark.parametrize(("name", "value", "message"), BAD_HYPER)
 def test_bad_hyper_parameters(name: str, value: Any, message: str) -> None:
     """In constructors and setters alike."""
@@ -214,7 +221,7 @@ def test_bad_hyper_parameters(name: str, value: Any, message: str) -> None:
             grid.make("all", structure, "regression", **{name: value})
         assert isinstance(caught.value, LaplaceError)
         assert name in str(caught.value)
-        la = grid.fitted("all", structure, "regression")
+        la = regression(structure)
         former = getattr(la, name)
         with pytest.raises(ValueError, match=message):
             setattr(la, name, value)

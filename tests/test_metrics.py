@@ -35,6 +35,7 @@ from laplace.metrics import (
     nll,
     regression_calibration_error,
 )
+from tests.pairs import nightly
 from tests.reference import selective
 
 SCORES = [nll, brier, accuracy, expected_calibration_error, aurc, augrc, coverage_at_risk]
@@ -223,7 +224,7 @@ def test_areas_of_soft_labels_are_expectations() -> None:
         assert float(score(probs, soft)) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("n_bins", [1, 4])
+@pytest.mark.parametrize("n_bins", [4, *nightly(1)])
 def test_the_floor_is_the_expected_error_of_calibrated_probabilities(n_bins: int) -> None:
     p = torch.tensor([0.55, 0.6, 0.8, 0.85, 0.9, 0.95, 1.0], dtype=torch.float64)
     floor = float(ece_floor(torch.stack([p, 1 - p], 1), n_bins, n_resamples=20_000))

@@ -86,6 +86,7 @@ def copied(la: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(("weights", "structure", "likelihood"), EVERY)
+@pytest.mark.turns
 def test_every_cell_comes_back(weights: str, structure: str, likelihood: str, path: Path) -> None:
     """To the bit, for a network with equal weights and no further arguments."""
     la = grid.fitted(weights, structure, likelihood, prior_precision=0.7)

@@ -43,6 +43,7 @@ def assert_same(la: Any, other: Any, likelihood: str = "classification") -> None
 
 
 @pytest.mark.parametrize(("weights", "structure", "likelihood"), CASES)
+@pytest.mark.turns
 def test_round_trip(weights: str, structure: str, likelihood: str) -> None:
     """Into a fresh object, whose last layer is not known yet, through a file that holds no code."""
     la = grid.fitted(weights, structure, likelihood)

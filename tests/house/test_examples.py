@@ -31,8 +31,21 @@ NEEDS = {
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
 ELSEWHERE = {"several_processes"}  # which runs as `torchrun` would start it, below
-LONGEST = {"botorch_regret", "deployment", "lora", "structures", "why_calibrate", "with_trainer"}
-"""Examples that take as long as all others together."""
+LONGEST = {
+    "bayesian_optimisation",
+    "botorch_regret",
+    "calibration",
+    "deployment",
+    "influence",
+    "language_models",
+    "lora",
+    "noise_and_counts",
+    "structures",
+    "tuning",
+    "why_calibrate",
+    "with_trainer",
+}
+"""Examples that take more than a second."""
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {SHARED})
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from examples.pretrained_data import efficientnet, features, for_imagenet, mnist
 from laplace import Laplace
+from tests.pairs import nightly
 from tests.pretrained.loading import lent, loaded
 from tests.reference import gaussian_process
 from tests.reference.compare import assert_close
@@ -33,6 +34,7 @@ def network() -> nn.Module:
     return model
 
 
+@pytest.mark.nightly
 def test_features_are_what_the_last_layer_is_given(network, images):
     x = for_imagenet(images[0])
     assert_close(network._fc(features(network.float(), images[0])), network(x), "float32")
@@ -80,7 +82,7 @@ def test_last_layer_agrees_with_the_oracle(options, covariance, network, images)
     assert_close(found.probabilities, probit(f_star, expected), "algebra")
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank_kron"])
+@pytest.mark.parametrize("structure", ["diag", *nightly("kron", "lowrank_kron")])
 def test_all_weights(structure, network, images):
     network.float().requires_grad_(True)
     x, y = for_imagenet(images[0][::6], size=32), images[1][::6]
