@@ -315,7 +315,7 @@ def test_a_model_is_free_while_the_error_is_looked_at(monkeypatch: pytest.Monkey
     la.fit(grid.batches())
     before = picture(model)
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise CurvatureError("no variance")
 
     monkeypatch.setattr(KronPrecision, "variance", fails)
