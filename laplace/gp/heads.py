@@ -37,7 +37,7 @@ def decays_of(n_classes: int) -> list[float]:
     return [2 * decay if n_classes == 2 else decay for decay in reversed(DECAYS)]
 
 
-_MAX_STEPS, _MAX_CG = 50, 200
+_MAX_STEPS, _MAX_HALVINGS, _MAX_CG = 50, 30, 200
 _DONE = 1e-9  # of a Newton step, in posterior standard deviations
 _REST = 1e-9  # smallest eigenvalue of I − ΛΣ of a datum that is left out
 
@@ -263,7 +263,9 @@ def _mode(data: Labelled, prior: Tensor, at: Tensor, near: Callable[[Tensor], Te
         gradient = data.gradient(prior, at, p)
         step, decrement = _newton_step(data, prior, p, gradient, near)
         new = data.objective(prior, at - step)
-        while new > value + 1e-12 * value.abs() and decrement > _DONE**2:
+        for _ in range(_MAX_HALVINGS):
+            if not new > value + 1e-12 * value.abs() or decrement < _DONE**2:
+                break
             step = 0.5 * step
             new = data.objective(prior, at - step)
         at, value = at - step, new

@@ -23,6 +23,8 @@ PINNED = re.compile(r"[\w-]+==[\w.]+")
         data.freesolv,
         data.reactions,
         data.crepe,
+        data.sentence_encoder,
+        data.topics,
     ],
     ids=lambda load: load.__name__,
 )
@@ -32,12 +34,18 @@ def test_a_missing_package_is_named(load, monkeypatch):
         load()
 
 
+def test_a_missing_archive_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "ARCHIVES", tmp_path)
+    with pytest.raises(data.NotInstalled, match=r"could not find vaderSentiment-3\.3\.2\.tar\.gz .* pip download "):
+        data.ratings("tweets")
+
+
 def test_versions_are_those_of_the_makefile_and_of_the_extra():
     root = Path(data.__file__).parents[1]
     written = (root / "Makefile").read_text() + (root / "pyproject.toml").read_text()
     assert not [
         each
-        for text in (data.VISION, data.CHEMISTRY, data.AUDIO)
+        for text in (data.VISION, data.CHEMISTRY, data.AUDIO, data.TEXTS)
         for each in PINNED.findall(text)
         if each not in written
     ]
