@@ -16,7 +16,8 @@ from tests.pretrained.loading import lent, loaded
 def test_sixty_labels_decide_and_the_encoder_stays_as_it_is(tmp_path: Path) -> None:
     model, tokenizer = loaded(pretrained_data.sentence_encoder)
     texts, ratings = loaded(pretrained_data.ratings, "films")
-    sure = (ratings.abs() > 2).nonzero().flatten()[:160].tolist()
+    sure = (ratings.abs() > 2).nonzero().flatten()
+    sure = sure[torch.randperm(len(sure), generator=torch.Generator().manual_seed(0))[:160]].tolist()
     texts, labels = [texts[i] for i in sure], [int(ratings[i] > 0) for i in sure]
     with lent(model):
         head = decision(model, tokenizer, ["bad", "good"]).fit(texts[:60], labels[:60])
