@@ -7,7 +7,7 @@ from torch import Tensor
 
 from examples.pretrained_data import _as_smiles, freesolv, reaction_bert, reactions, smiles_tokens
 from laplace import Laplace, LowRankKronLaplace
-from tests.pretrained import lora_page
+from tests.pretrained import pages
 from tests.pretrained.loading import lent, loaded
 
 Batch = dict[str, Tensor]
@@ -65,10 +65,9 @@ def test_adapters(batches):
 def test_the_tutorial_runs(monkeypatch, capsys):
     pytest.importorskip("peft")
     loaded(freesolv), loaded(reaction_bert)
-    page = (lora_page.ROOT / "docs" / "tutorials" / "lora.md").read_text("utf-8")
-    assert not [text for text in lora_page.SMALL if text not in page]
-    monkeypatch.syspath_prepend(str(lora_page.ROOT / "examples"))
-    lora_page.run(small=True)
+    assert not [text for text in pages.SMALL["lora"] if text not in pages.text_of("lora")]
+    monkeypatch.syspath_prepend(str(pages.ROOT / "examples"))
+    pages.run("lora", small=True)
     assert "90 % interval" in capsys.readouterr().out
 
 
