@@ -433,21 +433,28 @@ class Threshold:
 def _certified(probabilities: Tensor, targets: Tensor, risk: float, confidence: float, guarantee: str) -> Threshold:
     """The last threshold of a sequence, from the surest down, at which the binomial test rejects a larger risk.
 
-    The sequence begins with as many answers as could be certified at all, if none were wrong.
+    The order is fixed, so that every test has the whole level. The first is of as many answers as can be certified with
+    one wrong among them; of few data, with none.
     """
     confidences, index = probabilities.double().max(1)
     order = confidences.argsort(descending=True, stable=True)
     wrong = (index != targets)[order].double().cumsum(0)
-    sorted_confidences = confidences[order]
-    n_data, value, coverage = len(order), math.inf, 0.0
-    least = math.ceil(math.log(1 - confidence) / math.log(1 - risk))
-    for n in range(least, n_data + 1):
-        if n < n_data and sorted_confidences[n] == sorted_confidences[n - 1]:
+    ranked, n_data, level, answered = confidences[order], len(order), 1 - confidence, 0
+    firsts = [_least_answers(allowed, risk, level) for allowed in (1, 0)]
+    for n in range(next((first for first in firsts if first <= n_data), n_data + 1), n_data + 1):
+        if n < n_data and ranked[n] == ranked[n - 1]:
             continue  # answered together
-        if _binomial_tail(int(wrong[n - 1]), n, risk) > 1 - confidence:
+        if _binomial_tail(int(wrong[n - 1]), n, risk) > level:
             break
-        value, coverage = float(sorted_confidences[n - 1]), n / n_data
-    return Threshold(value, risk, confidence, coverage, n_data, guarantee)
+        answered = n
+    value = float(ranked[answered - 1]) if answered else math.inf
+    return Threshold(value, risk, confidence, answered / n_data, n_data, guarantee)
+
+
+def _least_answers(allowed: int, risk: float, level: float) -> int:
+    """The least number of answers of which so many wrong ones reject a larger risk at a level."""
+    none = math.ceil(math.log(level) / math.log1p(-risk))
+    return next(n for n in range(max(none, 1), 20 * none + 20) if _binomial_tail(allowed, n, risk) <= level)
 
 
 def _binomial_tail(k: int, n: int, rate: float) -> float:

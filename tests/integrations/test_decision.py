@@ -287,7 +287,7 @@ def test_a_threshold_holds_its_risk_with_its_confidence() -> None:
         violated += risk > 0.1
         answered += found.coverage / 400
     assert violated / 400 <= 0.1 + 2 * math.sqrt(0.09 / 400)
-    assert 0.05 < answered < 0.4  # 40 % could be answered
+    assert 0.08 < answered < 0.4  # 40 % could be answered
 
 
 def test_a_threshold_of_left_out_and_of_held_out_data() -> None:
