@@ -266,6 +266,6 @@ class _Tempered(GaussianSource):
     def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         mean, covariance = self.outputs.moments
         gaussian = Gaussian(mean / self.temperature, covariance * (self.scale / self.temperature**2))
-        if form == "diagonal":
+        if form in ("diagonal", "centred"):  # logits are less their mean already
             return replace(gaussian, covariance=gaussian.variance)
         return gaussian

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALL = {
     "lora": {"order.split([400, 92, 150])": "order[:64].split([24, 20, 20])", "range(14)": "range(1)"},
-    "sixty_labels": {"order[60:560]": "order[60:120]", "[:500]": "[:40]"},
+    "sixty_labels": {"tweets[60:560]": "tweets[60:360]", "[:400]": "[:40]"},
 }
 """What a page says, and what stands for it in the small program: few data, one epoch."""
 
