@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.scores import losses
 from laplace import acquire, metrics
-from laplace.gp.heads import DECAYS, Basis, Labelled, decays_of, ridge_heads, softmax_heads
+from laplace.gp.heads import OF_NUMBERS, Basis, Labelled, decays_of, ridge_heads, softmax_heads
 from laplace.integrations.decision import Decision, decision
 
 RESULTS = Path(__file__).with_name("decisions.json")
@@ -193,7 +193,7 @@ def _ridge(x: Tensor, y: Tensor, seed: int) -> tuple[Callable[[Tensor], Tensor],
         found = ridge_heads(labelled, target, torch.arange(len(rows)), basis)
         return [lambda new, at=head.at: basis.coordinates(new)[0] @ at * unit + shift for head in found]
 
-    squares = torch.zeros(len(DECAYS), len(y), dtype=torch.float64)
+    squares = torch.zeros(len(OF_NUMBERS), len(y), dtype=torch.float64)
     for fold in torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).chunk(5):
         others = torch.tensor(sorted(set(range(len(y))) - set(fold.tolist())))
         for k, head in enumerate(heads(others)):

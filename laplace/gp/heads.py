@@ -25,8 +25,14 @@ from laplace.core.precision_policy import widened
 INTERCEPT = 0.1
 """δ_b, the prior precision of intercepts: a class without a label keeps about the probability of one label in N."""
 
+FLAT = 1e-6
+"""The same of real numbers, in units of the noise: left out is a datum then whatever the mean of all was subtracted."""
+
 DECAYS = tuple(0.03 * (100 / 0.03) ** (k / 7) for k in range(8))
 """Weight decays λ that are tried, on standardised features."""
+
+OF_NUMBERS = tuple(0.1 * 10 ** (5 * k / 9) for k in range(10))
+"""The same of real numbers, in units of the noise, which is larger than what a label of a class leaves open."""
 
 
 def decays_of(n_classes: int) -> list[float]:
@@ -80,10 +86,10 @@ class Basis:
         outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0)
         return torch.cat([inside, inside.new_ones(len(inside), 1)], 1), outside
 
-    def prior(self, decay: float) -> Tensor:
+    def prior(self, decay: float, intercept: float = INTERCEPT) -> Tensor:
         """Prior precisions of coordinates and intercept, `[R + 1]`."""
         n = self.vectors.shape[1]
-        return self.mean.new_tensor([decay] * n + [INTERCEPT])
+        return self.mean.new_tensor([decay] * n + [intercept])
 
     def weights(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of the standardised features, `[K, D]`, and intercepts `[K]`, of coordinates `[R + 1, K]`."""
@@ -340,8 +346,8 @@ class RidgeHead:
 def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: Basis) -> Iterator[RidgeHead]:
     """Heads at all weight decays; the noise is that of targets `[M, 1]`, each of the datum of its index `[M]`."""
     weighted = data.counts.unsqueeze(1) * data.z
-    for decay in DECAYS:
-        precision = data.z.T @ weighted + basis.prior(decay).diag()
+    for decay in OF_NUMBERS:
+        precision = data.z.T @ weighted + basis.prior(decay, FLAT).diag()
         eye = torch.eye(len(precision), dtype=precision.dtype, device=precision.device)
         root = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         at = root.mT @ (root @ (weighted.T @ data.targets))

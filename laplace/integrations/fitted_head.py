@@ -15,7 +15,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.gp.heads import INTERCEPT, Basis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, Basis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
 from laplace.grid import from_names
 from laplace.likelihoods import Categorical, get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -189,7 +189,7 @@ class FittedHead:
     def la(self) -> ParametricLaplace:
         """The same posterior as a Laplace object over the head's weights; its inputs are features `[B, D]`."""
         weight, bias = self.basis.weights(self.head.at)
-        n_classes, prior = len(weight), torch.tensor([self.head.decay, INTERCEPT], dtype=weight.dtype)
+        n_classes, prior = len(weight), weight.new_tensor([self.head.decay, FLAT if self.is_regression else INTERCEPT])
         options: dict[str, Any] = {"prior_precision": prior}
         if self.is_regression:
             weight, bias, noise = weight * self.unit, bias * self.unit + self.shift, self._noise

@@ -17,6 +17,9 @@ from laplace.tuning.stacking import stacking_weights
 TEMPERATURES = (0.7, 1.0, 1.4, 2.0, 3.0)
 """T that are tried."""
 
+OF_NUMBERS = (0.8, 0.9, 1.0, 1.2, 1.5)
+"""The same of real numbers, whose noise left-out residuals have measured already."""
+
 SCALES = (0.0, 0.01, 0.1, 1.0)
 """c that are tried."""
 
@@ -36,9 +39,9 @@ class Stacked:
     weights: Tensor
 
     @classmethod
-    def equal(cls, like: Tensor) -> Stacked:
+    def equal(cls, like: Tensor, temperatures: tuple[float, ...] = TEMPERATURES) -> Stacked:
         """Every pair of a temperature and a scale, with equal weights."""
-        pairs = like.new_tensor([(t, c) for t in TEMPERATURES for c in SCALES])
+        pairs = like.new_tensor([(t, c) for t in temperatures for c in SCALES])
         return cls(pairs[:, 0], pairs[:, 1], like.new_full((len(pairs),), 1 / len(pairs)))
 
     @classmethod
@@ -51,7 +54,7 @@ class Stacked:
     @classmethod
     def of_numbers(cls, mean: Tensor, variance: Tensor, noise: Tensor, y: Tensor) -> Stacked:
         """Weights by left-out targets `[N, 1]`, at moments `[N, 1]` of their means and the noise σ²."""
-        candidates = cls.equal(mean)
+        candidates = cls.equal(mean, OF_NUMBERS)
         total = candidates.variances(variance, noise)
         densities = -0.5 * ((y - mean).square() / total + total.log() + math.log(2 * math.pi)).sum(2)
         return cls(candidates.temperatures, candidates.scales, stacking_weights(densities.T))

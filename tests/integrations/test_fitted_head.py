@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace.gp.heads import INTERCEPT, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, softmax_heads
 from laplace.integrations import fitted_head
 from laplace.integrations.fitted_head import FittedHead
 from laplace.tuning.stacked import SCALES, TEMPERATURES
@@ -126,7 +126,7 @@ def test_numbers_are_left_out_exactly() -> None:
     y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
     found = FittedHead.of_numbers(x, y)
     z = torch.cat([(x - x.mean(0)) / x.std(0, correction=0), torch.ones(20, 1, dtype=WIDE)], 1)
-    prior = torch.tensor([*[found.head.decay] * 30, INTERCEPT], dtype=WIDE).diag()
+    prior = torch.tensor([*[found.head.decay] * 30, FLAT], dtype=WIDE).diag()
     target = (y - y.mean()) / y.std(correction=0)
     for i in (0, 7):
         others = torch.arange(20) != i
@@ -139,6 +139,15 @@ def test_numbers_are_left_out_exactly() -> None:
     lower, upper = prediction.interval(0.9)
     assert bool((lower < mean).all()) and bool((mean < upper).all())
     assert_close(found.la(new_inputs(30))[0], mean, rtol=1e-8, atol=1e-8)
+
+
+def test_left_out_numbers_do_not_know_themselves_by_the_means_that_were_subtracted() -> None:
+    """Of noise, and more features than data, no weight decay predicts left-out targets better than their mean does."""
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 60, dtype=WIDE, generator=source), torch.randn(30, dtype=WIDE, generator=source)
+    found = FittedHead.of_numbers(x, y)
+    left = found.left_out_mean * found.unit + found.shift
+    assert float((left.squeeze(1) - y).square().mean()) > 0.9 * float(y.var())
 
 
 def test_a_state_predicts_the_same_bits() -> None:
