@@ -215,10 +215,15 @@ def labels_needed(found: dict[str, Data], seed: int, n_draws: int, last: int) ->
                 if len(known) >= last:
                     break
                 rest = torch.tensor(sorted(set(range(len(y))) - set(known)))
-                new = rest[:10] if way == "random" else rest[acquire(head.la, x[rest].double(), 10).indices]
+                new = rest[:10] if way == "random" else _chosen(head, x, rest)
                 known += new.tolist()
             rows.append({"seed": draw, "way": way, "nll": curve})
     return rows
+
+
+def _chosen(head: Decision, x: Tensor, rest: Tensor) -> Tensor:
+    source = torch.Generator().manual_seed(0)
+    return rest[acquire(head.la, x[rest].double(), 10, "epig", generator=source).indices]
 
 
 # What was found, in words.

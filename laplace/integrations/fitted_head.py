@@ -14,6 +14,7 @@ from laplace.core.cached import cached_property
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.gp.heads import FLAT, INTERCEPT, Basis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
 from laplace.grid import from_names
@@ -154,7 +155,7 @@ class FittedHead:
     def predict(self, features: Tensor, n_samples: int = 100, generator: Generator | None = None) -> Prediction:
         """The mixture as a `Prediction`; samples are drawn where they are read."""
         outputs, stacked = _Outputs(self, features), self.stacked
-        options = PredictOptions(n_samples=n_samples, generator=generator)
+        options = PredictOptions(n_samples=n_samples, generator=generator, link_approx=LinkApprox.PROBIT)
         options.kind()
         draws = replayed(generator, features.device)
         likelihood = _likelihood(self.is_regression, None)
