@@ -52,7 +52,7 @@ STOREYS = (
     Storey(
         "adapters",
         ("contract", "curvature", "compat", "loading.py", "state.py", "stand_in.py", "integrations"),
-        4_200,
+        4_100,
     ),
     Storey("extensions", ("extensions",), 5_200),
 )  # fmt: skip
