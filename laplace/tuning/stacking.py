@@ -20,7 +20,7 @@ def stacking_weights(
 ) -> Tensor:
     """Weights `[K]` of K candidates, float64, that maximise Σ_n m_n log Σ_k w_k p_k(y_n) + (a/K) Σ_k log w_k.
 
-    That is stacking of predictive distributions (Yao et al., 2018), with a Dirichlet prior of a pseudo-counts
+    That is stacking of predictive distributions [Yao et al., 2018, eq. 4], with a Dirichlet prior of a pseudo-counts
     that are spread evenly over the candidates: where the data do not tell candidates apart, the weights are equal. The
     function is concave in w; EM goes from equal weights.
 

@@ -295,7 +295,6 @@ TARGETS: dict[str, Row] = {
     "labels from 1": row(InvalidData, lambda: fit(X, Y + 1), "batch 0", "Label 3", "0 to 2"),
     "label -1 for none": row(InvalidData, lambda: fit(X, Y - 1), "batch 0", "Label -1", "-100, which is ignored"),
     "float labels": row(InvalidData, lambda: fit(X, Y.float()), "batch 0", "y.long()"),
-    "logits as labels": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3) - 0.5), "batch 0", "at least 0"),
     "labels [B, 1]": row(InvalidData, lambda: fit(X, Y[:, None]), "batch 0", "y.squeeze(-1)"),
     "one-hot labels transposed": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3).T), "batch 0", "give y.T"),
     "too few labels": row(InvalidData, lambda: fit(X, Y[:7]), "batch 0", "a label for every datum"),
@@ -345,8 +344,8 @@ MODELS: dict[str, Row] = {
     "frozen": row(InvalidArgument, lambda: new(net().requires_grad_(False)), "frozen", "last_layer"),
     "without parameters": row(InvalidArgument, lambda: new(nn.Sequential(nn.Tanh())), "no parameter"),
     "layers in a list": row(InvalidArgument, lambda: new(Listed()), "no parameter", "nn.ModuleList"),
-    "output squeezed": row(
-        InvalidData, lambda: fit(XR, Y1[:, 0], Net(lambda f: f.squeeze(-1), 1), R), "batch 0", "squeeze(-1)"
+    "output squeezed, with a column of targets": row(
+        InvalidData, lambda: fit(XR, Y1, Net(lambda f: f.squeeze(-1), 1), R), "batch 0", "squeeze(-1)"
     ),
     "outputs in a tuple": row(InvalidData, lambda: fit(X, Y, Net(lambda f: (f, f))), "batch 0", "forward_fn"),
     "outputs in a dict": row(InvalidData, lambda: fit(X, Y, Net(lambda f: {"out": f})), "batch 0", "forward_fn"),
