@@ -30,9 +30,9 @@ from benchmarks.quality.summary import number, shifted, signed, table, with_floo
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
-PAGE, KNOWS, LANGUAGE, PREDICTIONS = (
+PAGE, KNOWS, LANGUAGE, LABELLING = (
     FOLDER.parents[1] / "docs" / f"{name}.md"
-    for name in ("which_method", "what_a_posterior_knows", "language_models", "predictions")
+    for name in ("which_method", "what_a_posterior_knows", "language_models", "labelling")
 )
 RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
 LAST = "last layer, kron"
@@ -294,7 +294,7 @@ def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]])
         KNOWS: {"checks": knows.table(checks)},
         PAGE: blocks(results, study),
         LANGUAGE: {**tables, "targets": f"```text\n{said}\n```"},
-        PREDICTIONS: {"acquiring": acquiring.table(results.get("acquiring"))},
+        LABELLING: {"acquiring": acquiring.table(results.get("acquiring"))},
     }
 
 
