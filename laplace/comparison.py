@@ -65,6 +65,9 @@ _TITLES = {
 
 _WITH_ARTICLE = ("network", "posterior", "ensemble")
 
+_CELL = "padding: 0.1em 0.8em; text-align: right"
+"""Style of a cell of the HTML, where a page has none for tables."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -166,7 +169,8 @@ class Comparison:
         """The same as HTML, which notebooks show."""
 
         def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            made = "".join(f'<{tag} style="{_CELL}">{html.escape(cell)}</{tag}>' for cell in cells)
+            return f"<tr>{made}</tr>"
 
         head = line(("", *self.names, "difference"), "th")
         body = "".join(line(row, "td") for row in self.cells())

@@ -565,6 +565,7 @@ def test_a_table_is_text_html_and_data() -> None:
     shown = comparison._repr_html_()
     assert "<b>" not in shown and "a &lt;b&gt;" in shown
     assert shown.count("<tr>") == 4 and "0.0722 ± 0.0106" in html.unescape(shown)
+    assert shown.count("padding:") == 4 * 4  # or cells run together where a page has no style of its own
     assert repr(pickle.loads(pickle.dumps(comparison))) == repr(comparison)
     with pytest.raises(AttributeError):
         comparison.n_data = 3  # pyright: ignore
