@@ -78,6 +78,15 @@ def test_links_lead_to_headings(page: Path) -> None:
     ]
 
 
+@each_page_of_the_site
+def test_lines_of_code_fit_into_the_site(page: Path) -> None:
+    """88 characters: longer ones are cut off there."""
+    code = re.findall(
+        r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert not [line for lines in code for line in lines.splitlines() if len(line) > 88]
+
+
 def _prose(page: Path) -> str:
     """A page without its code."""
     return re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
