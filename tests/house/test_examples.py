@@ -18,15 +18,8 @@ from tests import fresh
 NEEDS = {
     "botorch_regret": "botorch",
     "deployment": "onnxruntime",
-    "language_models": "transformers",
     "lora": "peft",
     "saving": "safetensors",
-    "with_accelerate": "accelerate",
-    "with_lightning": "lightning",
-    "with_scikit_learn": "mapie",
-    "with_skorch": "skorch",
-    "with_tensordict": "tensordict",
-    "with_trainer": "transformers",
 }
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "examples" / "pretrained_data.py"  # what scripts import
