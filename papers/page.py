@@ -1,4 +1,4 @@
-"""Writes docs/papers.md: every claim of the papers that an experiment checked, our number, theirs and the verdict.
+"""Writes docs/papers.md, the verdicts by script, and a page per paper: each claim, our number, theirs and the verdict.
 
 It reads what the full runs of the other scripts keep in `results/`.
 
@@ -19,6 +19,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
 
 CAUSES = ("data", "premise", "baseline", "real")
 INTRODUCTION = """# The papers' experiments
+
+**Which claims of the papers could we reproduce?**
 
 {table}
 
@@ -44,8 +46,34 @@ What fails or is undecided has one of four causes, with the measurement behind i
 - **baseline**: the method that it is compared with is better or worse than the paper's;
 - **real**: the claim is not true here.
 
-This page is written by `papers/page.py` from the results of the full runs, which are in `papers/results/`.
+This page and those of the papers are written by `papers/page.py` from the results of the full runs, which are in
+`papers/results/`.
+
+```{{toctree}}
+:hidden:
+
+{toctree}
+```
 """
+
+OF_A_PAPER = """---
+nosearch: true
+---
+
+# The experiments of {paper}
+
+**Which claims of {paper} could we reproduce?** How to read this: [the papers' experiments](../papers.md).
+"""
+
+
+def paper(report: Report) -> str:
+    """Authors and year, without sections."""
+    return report.paper.partition("),")[0].removesuffix(")") + ")"
+
+
+def name_of(report: Report) -> str:
+    """Name of the page of a script's paper: `"immer"`."""
+    return report.paper.split()[0].lower()
 
 
 def verdicts(rows: Iterable[Row]) -> str:
@@ -76,7 +104,8 @@ def summary(reports: list[Report]) -> str:
     rows: list[list[str]] = []
     for report in sorted(reports, key=lambda each: (each.paper, each.script)):
         name = Path(report.script).stem
-        cells = [report.paper, f"[{name}](#{name})", str(report.seeds), f"{report.minutes:.0f}"]
+        link = f"[{name}](papers/{name_of(report)}.md#{name})"
+        cells = [report.paper, link, str(report.seeds), f"{report.minutes:.0f}"]
         rows.append([*cells, *counted(report.claims)])
     every_claim = [row for report in reports for row in report.claims]
     rows.append(["all", "", "", f"{sum(report.minutes for report in reports):.0f}", *counted(every_claim)])
@@ -112,24 +141,40 @@ def section(report: Report) -> str:
     return "\n\n".join(parts)
 
 
+def pages(reports: list[Report]) -> dict[str, str]:
+    """The page of every paper, by its name: all of its scripts."""
+    found: dict[str, list[Report]] = {}
+    for report in reports:
+        found.setdefault(name_of(report), []).append(report)
+    return {
+        name: "\n\n".join([OF_A_PAPER.format(paper=paper(each[0])).rstrip(), *map(section, each)]) + "\n"
+        for name, each in sorted(found.items())
+    }
+
+
 def page(reports: list[Report]) -> str:
-    """The whole page."""
+    """The page that the others are found from: verdicts by script."""
     rows = [row for report in reports for row in report.claims]
     introduction = INTRODUCTION.format(
         table=summary(reports), n_claims=len(rows), by_chance=round((1 - LEVEL) * len(rows)),
         n_trivial=sum(row.verdict == "holds trivially" for row in rows),
+        toctree="\n".join(f"papers/{name}" for name in pages(reports)),
     )  # fmt: skip
-    return "\n\n".join([introduction.rstrip(), *(section(report) for report in reports)]) + "\n"
+    return introduction
 
 
 def main(output: Path = PAGE) -> None:
-    """Writes the page.
+    """Writes the pages.
 
     Args:
-        output: Its file.
+        output: File of the first; those of the papers are in a folder of its name.
     """
     reports = [load_report(path) for path in sorted(RESULTS.glob("*.json"))]
     output.write_text(page(reports))
+    folder = output.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for name, text in pages(reports).items():
+        (folder / f"{name}.md").write_text(text)
     print(f"{len(reports)} scripts, {verdicts(row for report in reports for row in report.claims)}: {output}")
 
 
