@@ -78,7 +78,8 @@ def _as_text(app: object, what: str, name: str, obj: object, options: object, li
     """Docstrings are plain text with code in backticks: formulas and examples, which are indented, stay as they are."""
     done: list[str] = []
     text: list[str] = []
-    waiting = lines.copy()
+    # Members by task are the sections of a page of their own.
+    waiting = lines[: lines.index("Members by task:")] if "Members by task:" in lines else lines.copy()
     while waiting:
         line = waiting.pop(0)
         text.append(line)

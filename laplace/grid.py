@@ -230,6 +230,19 @@ _BASES: dict[str, type[ParametricLaplace]] = {"last_layer": LLLaplace, "subnetwo
 _SHORT = {"all": "", "last_layer": "LL", "subnetwork": "Subnet"}
 """Weights in the names of classes."""
 
+_BY_TASK = """Members by task:
+    fitting: fit, plan, coverage, refine, leave_one_out, forget, is_fitted, n_data, loss, log_likelihood
+    predicting: la(x), predict, predictive, predictive_moments, predictive_samples, functional_samples,
+        functional_variance, functional_covariance, compare
+    hyper-parameters: calibrate, optimize_hyperparameters, optimize_prior_precision, calibration, prior_precision,
+        prior_mean, sigma_noise, temperature, log_marginal_likelihood, evidence
+    the posterior: mean, sample, posterior_covariance, posterior_variance, posterior_precision, log_prob, H, posterior,
+        snapshot, fitted
+    keeping it: save, state_dict, load_state_dict, to
+    options: model, likelihood, weights, structure, backend, engine, channel_dim, enable_backprop, params, n_params,
+        n_outputs"""
+"""What `help(la)` says below the arguments: where to look among the members that follow."""
+
 _WORDS = {"all": "All weights", "last_layer": "The last layer", "subnetwork": "A subnetwork"}
 
 
@@ -303,6 +316,7 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
     made = _class(_name(cell), bases, doc, order, structure=structure, weights_type=weights_type)
     # Set afterwards: a class that is defined with a `_key` would take the cell over, also from a later registration.
     made._key = cell[:2] if cell.family == _DEFAULT else tuple(cell)
+    made.__doc__ = f"{made.__doc__}\n\n{_BY_TASK}"
     return made
 
 

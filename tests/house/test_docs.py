@@ -11,6 +11,7 @@ import pytest
 
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
+from laplace.grid import ARGUMENTS
 from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS
@@ -215,6 +216,14 @@ def test_reference_has_every_public_name(module: str) -> None:
     dotted = [name for page in pages for name in _DIRECTIVE.findall(page.read_text("utf-8"))]
     shown = [_object(name) for name in dotted if ".integrations." not in name]  # whose packages may not be there
     assert not [name for name in public_names(module) if not any(_object(name) is each for each in shown)]
+
+
+def test_the_signature_of_the_reference_has_the_defaults_of_the_classes() -> None:
+    page = (ROOT / "docs" / "reference" / "laplace.md").read_text("utf-8")
+    (signature,) = re.findall(r"^\.\. autofunction:: laplace\.Laplace\((.*)\)$", page, re.MULTILINE)
+    named = re.findall(r"(\w+)=([^,]+)", signature.partition("*, ")[2].replace(', functional_approximation="sod"', ""))
+    assert len(named) > 12
+    assert not [name for name, value in named if not ARGUMENTS[name].endswith(f" = {value.replace(chr(34), chr(39))}")]
 
 
 def _object(dotted: str) -> object:

@@ -52,6 +52,11 @@ def begins(quote: str, text: str) -> bool:
     return text.startswith(first) and re.match(".*".join(map(re.escape, [first, *others])), text, re.DOTALL) is not None
 
 
+def documented(message: str) -> bool:
+    """Whether a message that a user meets has an entry, which is found by its words."""
+    return any(re.search(".*?".join(map(re.escape, quote.split(_VARIES))), message, re.DOTALL) for quote, _ in ENTRIES)
+
+
 @cache
 def messages() -> list[str]:
     """Every string of the package."""

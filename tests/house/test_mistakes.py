@@ -45,6 +45,7 @@ from laplace.errors import (
 )
 from laplace.metrics import nll
 from laplace.weights.masks import LargestMagnitudeSubnetMask
+from tests.house.test_docs_errors import documented
 from tests.mistaken import (
     IMAGES,
     WIDE,
@@ -609,7 +610,7 @@ def test_a_mistake_is_named_with_its_remedy(name: str) -> None:
 
 
 def check_mistake(mistake: Row) -> None:
-    """Requires the outcome of a row, and every one of its words in the message."""
+    """Requires the outcome of a row, every one of its words in the message, and an entry of docs/errors.md."""
     if issubclass(mistake.outcome, Warning):
         with pytest.warns(mistake.outcome) as caught:
             mistake.run()
@@ -620,6 +621,7 @@ def check_mistake(mistake: Row) -> None:
         assert isinstance(raised.value, LaplaceError)
         message = str(raised.value)
     assert not [word for word in mistake.words if word not in message], message
+    assert documented(message), f"docs/errors.md has no entry of: {message}"
 
 
 # What is no mistake to the library.

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from torch import nn
 
 import laplace
 from laplace import enums
 from laplace.enums import HessianStructure
 from laplace.errors import InvalidArgument
 from laplace.function_space import FAMILIES
-from laplace.grid import classes
+from laplace.grid import classes, from_names
 from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS
 from laplace.parametric import ParametricLaplace
@@ -114,6 +115,15 @@ def test_every_class_says_its_arguments(cls: type) -> None:
     described = re.findall(r"^    (\w+): ", section[1], re.MULTILINE)
     assert described == list(signature.parameters)
     assert inspect.getdoc(cls).count("Args:") == 1
+
+
+@pytest.mark.parametrize("names", [("all", "full"), ("last_layer", "diag")])
+def test_help_sorts_all_members_by_task(names: tuple[str, str]) -> None:
+    la = from_names(nn.Linear(2, 2), "classification", *names)
+    listed = type(la).__doc__.partition("\nMembers by task:\n")[2]  # pyright: ignore
+    named = re.findall(r"\w+", re.sub(r"^    \w[\w -]*:|la\(x\)", "", listed, flags=re.MULTILINE))
+    assert len(named) == len(set(named))
+    assert set(named) == set(dir(la)) - {"feature_reduction", "last_layer_name"}
 
 
 @pytest.mark.parametrize("cls", NAMED, ids=lambda cls: cls.__name__)
