@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import sys
@@ -21,6 +23,7 @@ from sphinx.util import logging  # noqa: E402
 from sphinx.util.inspect import TypeAliasForwardRef  # noqa: E402
 
 import laplace  # noqa: E402
+from tests.house import equations  # noqa: E402
 
 project = "laplace"
 author = "The laplace authors"
@@ -104,9 +107,13 @@ def _block_after(line: str, following: list[str]) -> list[str]:
 
 
 def _escaped(lines: list[str]) -> list[str]:
-    """Lines whose bars, stars and closing underscores mean themselves outside of code: |f|, θ*, *args."""
+    """Lines whose bars, stars and closing underscores mean themselves outside of code: |f|, θ*, *args.
+
+    Tags of equations are links.
+    """
     parts = _CODE.split("\n".join(lines))
-    parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?=\W|$)", r"\\\g<0>", part) for part in parts[::2]]
+    plain = [re.sub(r"[|*]|(?<=\w)_(?=\W|$)", r"\\\g<0>", part) for part in parts[::2]]
+    parts[::2] = [equations.linked(part, "../equations.html") for part in plain]
     return "".join(parts).split("\n")
 
 
@@ -158,8 +165,56 @@ def _require_announced(app: object, doctree: nodes.document, docname: str) -> No
         )
 
 
+# Tutorials as notebooks, without outputs: pages have them.
+
+_CODE_OF_TUTORIAL = re.compile(r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def notebook(page: str) -> dict[str, object]:
+    """A tutorial as a Jupyter notebook, whose first cell installs what the page says."""
+    extras = re.search(r'pip install "\.(\[.*?\])"', page)
+    install = f'"{{}}{extras[1]}"' if extras else '"{}"'
+    first = f"# In a clone of the repository:\n%pip install --quiet {install.format('.')}\n"
+    cells = [_cell("code", f"{first}# From the first release on: %pip install {install.format('laplace-bayes')}")]
+    *texts, last = _CODE_OF_TUTORIAL.split(re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL))
+    for text, code in zip(texts[::2], texts[1::2], strict=True):
+        cells += [_cell("markdown", text), _cell("code", re.sub(r"^:.*\n+", "", code, flags=re.MULTILINE))]
+    cells = [cell for cell in [*cells, _cell("markdown", last)] if cell["source"]]
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+
+
+def _cell(kind: str, source: str) -> dict[str, object]:
+    text = re.sub(r"(\]\([^):]+)\.md", r"\1.html", source) if kind == "markdown" else source
+    name = hashlib.sha256(text.encode()).hexdigest()[:8]
+    outputs = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "id": name, "metadata": {}, "source": text.strip().splitlines(keepends=True)} | outputs
+
+
+def _is_tutorial(docname: str) -> bool:
+    return docname.startswith("tutorials/") and not docname.endswith("/index")
+
+
+def _link_notebook(app: object, docname: str, source: list[str]) -> None:
+    """A tutorial links to its notebook below its title."""
+    if _is_tutorial(docname):
+        link = f'<a href="{Path(docname).name}.ipynb" download>Download this page as a notebook.</a>'
+        source[0] = re.sub(r"^# .*\n", lambda title: f"{title[0]}\n{link}\n", source[0], count=1, flags=re.MULTILINE)
+
+
+def _write_notebooks(app: object, exception: Exception | None) -> None:
+    """Beside the pages of the site."""
+    if exception is None:
+        for docname in filter(_is_tutorial, app.env.found_docs):  # type: ignore[attr-defined]
+            page = Path(app.env.doc2path(docname)).read_text("utf-8")  # type: ignore[attr-defined]
+            target = Path(app.outdir) / f"{docname}.ipynb"  # type: ignore[attr-defined]
+            target.write_text(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _link_notebook)  # type: ignore[attr-defined]
+    app.connect("build-finished", _write_notebooks)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", _one_signature)  # type: ignore[attr-defined]
     app.connect("doctree-resolved", _require_pictures)  # type: ignore[attr-defined]

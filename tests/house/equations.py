@@ -77,18 +77,32 @@ def listed(text: str) -> Listed:
     return Listed(titles, equations)
 
 
-_TAG = re.compile(r"\[([A-Z][^\[\]`]*?), ((?:appendix|eqs?\.|equation|algorithm|theorem|lemma|footnote)[^\[\]`]*)\]")
+TAG = re.compile(r"\[([A-Z][^\[\]`]*?),\s+((?:appendix|eqs?\.|equation|algorithm|theorem|lemma|footnote)[^\[\]`]*)\]")
 _IN_PROSE = re.compile(r"\b(?:equations? \(?|eqs?\. \(?|algorithms? |theorem |lemma )[A-Z]?\.?\d[\d.]*", re.IGNORECASE)
+
+
+def anchor(work: str, number: str) -> str:
+    """The name of an equation's row, which links go to: `"redux-eq-6"`."""
+    return re.sub(r"\W+", "-", f"{work} {number}".lower()).strip("-")
+
+
+def linked(text: str, page: str) -> str:
+    """A docstring's text whose tags are links to rows of a page, as reStructuredText has them."""
+    return TAG.sub(lambda tag: f"`{' '.join(tag[0].split())} <{page}#{anchor(*_words(tag))}>`__", text)
+
+
+def _words(tag: re.Match[str]) -> list[str]:
+    return [" ".join(part.split()) for part in tag.groups()]
 
 
 def tags(text: str) -> list[Key]:
     """Work and number of all tags in a text, of which one may go over the end of a line."""
-    return _TAG.findall(re.sub(r"\s+", " ", text))
+    return TAG.findall(re.sub(r"\s+", " ", text))
 
 
 def cited_in_prose(source: str) -> list[str]:
     """Numbers that a source names outside of tags."""
-    return _IN_PROSE.findall(_TAG.sub("", re.sub(r"\s+(?:# )?", " ", source)))
+    return _IN_PROSE.findall(TAG.sub("", re.sub(r"\s+(?:# )?", " ", source)))
 
 
 @cache
@@ -179,7 +193,7 @@ def table(
         if equations[own].why_not is None:
             found = [path for test in equations[own].tests for path in tests[test]]
             says = equations[key].says.replace("|", "\\|") + ("" if own == key else f" ({own[1]})")
-            lines.append(f"| {name} | {says} | {codes(where[own])} | {codes(found)} |")
+            lines.append(f'| <a id="{anchor(*key)}"></a>{name} | {says} | {codes(where[own])} | {codes(found)} |')
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,10 +88,42 @@ def test_a_warning_that_the_text_does_not_announce_stops_the_build(tmp_path: Pat
     assert built(tmp_path / "said", page + "\nThree times a `UserWarning`.\n").returncode == 0
 
 
-def test_announced_warnings() -> None:
+def configuration() -> dict[str, Any]:
     pytest.importorskip("docutils.nodes")
     pytest.importorskip("sphinx.pycode")
-    unannounced = runpy.run_path(str(ROOT / "docs" / "conf.py"))["unannounced"]
+    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+
+TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})
+
+
+def test_a_tutorial_is_a_notebook_that_installs_and_has_all_cells_and_no_output() -> None:
+    notebook = configuration()["notebook"]
+    assert len(TUTORIALS) > 12
+    for page in TUTORIALS:
+        text = page.read_text("utf-8")
+        cells = notebook(text)["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        assert (
+            len(code) == 1 + len(re.findall(r"^```(?:\{code-cell\}|python)", text, re.MULTILINE))
+            and "%pip install" in code[0]
+        )
+        assert not any(cell.get("outputs") for cell in cells) and len({cell["id"] for cell in cells}) == len(cells)
+        for each in code[1:]:
+            compile(each, page.name, "exec")
+        prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        assert prose.startswith("# ") and "```{code-cell}" not in prose and ".md)" not in prose
+
+
+def test_tags_of_equations_are_links_to_their_rows() -> None:
+    shown = configuration()["_escaped"](["the evidence [Redux,", "    eq. 6], of |f| and `[Redux, eq. 9]`."])
+    link = "`[Redux, eq. 6] <../equations.html#redux-eq-6>`__"
+    assert shown == [f"the evidence {link}, of \\|f\\| and `[Redux, eq. 9]`."]
+    assert '<a id="redux-eq-6"></a>' in (ROOT / "docs" / "equations.md").read_text("utf-8")
+
+
+def test_announced_warnings() -> None:
+    unannounced = configuration()["unannounced"]
     shown = ["cell.py:3: TuningWarning: of 2", "cell.py:4: TuningWarning: of 3\ncell.py:4: DataWarning: none", "a bar"]
     cell = "```{code-cell} ipython3\nTuningWarning\n```\n"
     assert unannounced(cell, shown) == ["DataWarning (1)", "TuningWarning (2)", "other output (1)"]
