@@ -1,4 +1,4 @@
-"""The section on a GPU of docs/benchmarks.md, from the numbers that `python -m benchmarks.gpu --json` wrote.
+"""The section on a GPU of benchmarks/results.md, from the numbers that `python -m benchmarks.gpu --json` wrote.
 
 python -m benchmarks.gpu_page [benchmarks/gpu.json]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "gpu.json", ROOT / "docs" / "benchmarks.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "gpu.json", ROOT / "benchmarks" / "results.md"
 HEADING = "## On a GPU"
 
 _TIMES = {

@@ -1,4 +1,4 @@
-"""One plot of the comparison with laplace-torch, from the table that docs/benchmarks.md stores.
+"""One plot of the comparison with laplace-torch, from the table that benchmarks/results.md stores.
 
 python -m benchmarks.peer.summary
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, PICTURE = DOCS / "benchmarks.md", DOCS / "benchmarks_speed.png"
+ROOT = Path(__file__).parents[2]
+PAGE, PICTURE = ROOT / "benchmarks" / "results.md", ROOT / "docs" / "benchmarks_speed.png"
 HEADING = "## Side by side with laplace-torch"
 
 KINDS = {
@@ -125,7 +125,7 @@ def _spread(n: int, height: int) -> Sequence[float]:
 
 
 def main() -> None:
-    """Reads the page and draws the picture beside it."""
+    """Reads the page and draws the picture of docs/benchmarks.md."""
     plot(Summary.read(PAGE.read_text("utf-8")), PICTURE)
 
 

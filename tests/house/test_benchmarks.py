@@ -210,7 +210,7 @@ def test_summary_says_what_the_table_says(tmp_path: Path) -> None:
     found = summary.Summary.read(text)
     kinds = {kind: found.of(kind) for kind in summary.KINDS}
     assert sum(len(tasks.ratios) for tasks in kinds.values()) == len(found.ratios)
-    said = text.partition("## How it was measured")[0]
+    said = (summary.ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     fits, predictions, sampled = (kinds[kind] for kind in list(kinds)[:3])
     for words in (
         f"Over the {len(found.ratios)} tasks",
@@ -221,6 +221,12 @@ def test_summary_says_what_the_table_says(tmp_path: Path) -> None:
         f"{sampled.n_slower} of sampled weights and {predictions.n_slower} other prediction",
     ):
         assert words in said
+    for kind, tasks in kinds.items():
+        smallest, largest = min(tasks.ratios.values()), max(tasks.ratios.values())
+        (row,) = re.findall(rf"^\| {' '.join(kind.split())} \| (.*) \|$", said, re.MULTILINE)
+        mean, (low, high), *counts = (re.findall(r"[\d.]+", cell.replace(",", "")) for cell in row.split(" | ")[1:])
+        assert [float(mean[0]), float(low), float(high)] == pytest.approx([tasks.mean, smallest, largest], rel=0.06)
+        assert counts == [[str(tasks.n_slower)], [str(len(tasks.failures))]]
     summary.plot(found, tmp_path / "speed.png")
     assert 0 < summary.PICTURE.stat().st_size < 100_000
     assert (tmp_path / "speed.png").stat().st_size > 1000
