@@ -240,6 +240,7 @@ class Snapshots:
 def snapshots(model: nn.Module, most: int = 20) -> Snapshots:
     """Collects states of a network's training, and makes a mixture of those that help: members for few or no trainings.
 
+    Example:
         states = laplace.snapshots(model)
         for epoch in range(100):
             train_epoch(model)
