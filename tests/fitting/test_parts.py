@@ -21,7 +21,7 @@ Parts = Sequence[DataLoader[Any]]
 
 
 def fit_parts(path: Path, model: nn.Module, structure: Any, parts: Parts, *, until: int) -> Any:
-    """The loop of docs/practice.md, which is interrupted after so many parts of its own."""
+    """The loop of docs/saving.md, which is interrupted after so many parts of its own."""
     la = laplace.load(path, model) if path.exists() else Laplace(model, "classification", "all", structure)
     end = 0
     for part in parts:

