@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ _NOISES = (*(2 ** (k / 4) for k in range(-24, -4)), *(2 ** (k / 8) for k in rang
 
 LEAST_GAIN = 0.001
 """Nats that a candidate must gain: posteriors that hardly differ from the network are as often worse as better."""
+
+WORTH = 0.005
+"""Nats on held-out data that a width that follows the input may cost beside none, for what it does under shift."""
 
 _SAME = 1e-6
 """Nats within which candidates are the same but for rounding: the first of them is taken, whatever the processor."""
@@ -237,7 +240,9 @@ def calibrate(
             noises, network_noise = _noises(pieces, grid, hypers)
             grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
         tilt, why_none, kept = _tilt(now, pieces, grid, network_noise, train_loader)
-        scores = _Scores(grid, noises, network_noise, tilt)
+        # Beside the width that was found the network's own, which is that of all inputs but far ones.
+        tilts = (tilt,) if tilt is None or not tilt.width else (tilt, replace(tilt, width=0.0, standard_error=0.0))
+        scores = _Scores(grid, noises, network_noise, tilts)
         for piece in pieces:
             scores.read(piece, kept)
     scores.check_labels()
@@ -251,12 +256,16 @@ def calibrate(
             CalibrationWarning,
         )
     n_errors = caution(scores.n_data)
-    differences, errors = scores.differences().cpu(), scores.standard_errors().cpu()
-    cautious = differences + n_errors * errors
-    cautious = cautious.where(cautious.isfinite(), torch.inf)
-    place = int((cautious <= cautious.min() + _SAME).flatten().nonzero()[0])
-    is_better = cautious.flatten()[place].item() < -LEAST_GAIN
-    i, j, k = (place // cautious[0].numel(), place // len(noises) % len(grid.scales), place % len(noises))
+    choices = [
+        _chosen(*found, n_errors)
+        for found in zip(scores.tilted_nll, scores.differences().cpu(), scores.standard_errors().cpu(), strict=True)
+    ]
+    # A width is worth something under shift, which no held-out datum shows, but not more than this.
+    at = int(len(choices) > 1 and choices[1].nll < choices[0].nll - WORTH)
+    tilt, differences, errors, is_better = tilts[at], choices[at].differences, choices[at].errors, choices[at].is_better
+    if at and tilt is not None:
+        tilt = replace(tilt, nll=scores.network_nll)
+    i, j, k = choices[at].place
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
         prior_precision = (grid.factors[i] if is_better else _least_change(grid, differences)) * hypers.prior_precision
         sigma_noise, network_noise = (noises[k] if is_better else network_noise).clone(), network_noise.clone()
@@ -270,7 +279,7 @@ def calibrate(
         n_data=scores.n_data,
         link_approx="" if now.likelihood.has_noise else str(grid.predictive.link_approx),
         network_nll=scores.network_nll,
-        posterior_nll=scores.tilted_nll + (differences[i, j, k].item() if is_better else 0.0),
+        posterior_nll=choices[at].nll,
         standard_error=errors[i, j, k].item() if is_better else 0.0,
         caution=n_errors,
         table={
@@ -285,6 +294,27 @@ def calibrate(
         tilt=tilt,
         untilted=why_none,
     )
+
+
+class _Choice(NamedTuple):
+    """The best of the candidates with one width."""
+
+    place: tuple[int, int, int]  # of factor, scale and noise
+    is_better: bool  # than the network with this width
+    nll: float  # of the candidate, or of that network
+    differences: Tensor  # `[n, m, s]`
+    errors: Tensor  # `[n, m, s]`
+
+
+def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) -> _Choice:
+    """The candidate of the smallest cautious difference from a network whose score is `nll`."""
+    cautious = differences + n_errors * errors
+    cautious = cautious.where(cautious.isfinite(), torch.inf)
+    place = int((cautious <= cautious.min() + _SAME).flatten().nonzero()[0])
+    is_better = cautious.flatten()[place].item() < -LEAST_GAIN
+    _, n_scales, n_noises = differences.shape
+    where = place // (n_scales * n_noises), place // n_noises % n_scales, place % n_noises
+    return _Choice(where, is_better, nll + (differences[where].item() if is_better else 0.0), differences, errors)
 
 
 def _tilt(
@@ -392,6 +422,51 @@ class _Rows:
         return cls(index, targets.y[index], index // per_datum, len(f) // per_datum)
 
 
+class _Width:
+    """Scores of a batch's rows with a width that follows the input, or none.
+
+    Args:
+        scored: The candidates.
+        tilt: The width.
+        means: Means of the outputs of every component, `[R, C]`.
+        y: Targets.
+        r: Distances of the inputs, `[R]`; None without a width.
+        noise: Of the network.
+    """
+
+    def __init__(
+        self,
+        scored: MixedCandidates,
+        tilt: Tilt | None,
+        means: list[Tensor],
+        y: Tensor,
+        r: Tensor | None,
+        noise: Tensor,
+    ) -> None:
+        self.scored, self.y, self.means = scored, y, means
+        self.likelihood = scored.posterior.likelihood
+        self.tilt = None if r is None else tilt
+        self.r, self.widening = r, None
+        if self.tilt is not None and r is not None:
+            self.means = [self.tilt.mean(self.likelihood, mean) for mean in means]
+            self.widening = None if self.likelihood.has_noise else self.tilt.at(self.likelihood, noise, r)
+
+    def predicted(self, variances: list[Tensor], weights: Tensor) -> Prediction:
+        """Of n candidates with covariances `[n, R, …]`, without what a width adds of a noise."""
+        if self.widening is not None:
+            summaries = self.scored.parts[0].summaries
+            diagonal, centred = summaries.diagonal, summaries.centred_link is not None
+            variances = [self.widening.covariance(one, diagonal=diagonal, centred=centred) for one in variances]
+        return _predicted(self.scored, self.means, variances, weights)
+
+    def losses(self, prediction: Prediction, sigma: Tensor) -> Tensor:
+        """Of n candidates at a noise, `[n, R]`."""
+        if self.tilt is not None and self.r is not None and isinstance(prediction, tuple):
+            prediction = prediction[0], prediction[1] + self.tilt.at(self.likelihood, sigma, self.r).own
+            sigma = self.tilt.noise(self.likelihood, sigma)
+        return widened(find_score("nll", self.likelihood)(self.likelihood, prediction, self.y, sigma))
+
+
 class _Scores:
     """Differences of candidates' scores from the network's, summed over data in float64.
 
@@ -400,15 +475,18 @@ class _Scores:
     are at the network's noise.
     """
 
-    def __init__(self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor, tilt: Tilt | None = None) -> None:
+    def __init__(
+        self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor, tilts: Sequence[Tilt | None] = (None,)
+    ) -> None:
         self.grid = grid
-        self.tilt = tilt
+        self.tilts = tilts
         self.noises = noises
         self.network_noise = network_noise
         self._lowest, self._highest, self._n_labels = math.inf, -math.inf, 0
         self.n_data = 0
-        self._network, self._tilted, self._counts, self._squared_counts = 0.0, 0.0, 0.0, 0.0
-        shape = (3, len(grid.factors), len(grid.scales), len(noises))
+        self._network, self._counts, self._squared_counts = 0.0, 0.0, 0.0
+        self._tilted = [0.0] * len(tilts)
+        shape = (3, len(tilts), len(grid.factors), len(grid.scales), len(noises))
         self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
     def read(self, piece: Piece | LeftOut, kept: Sequence[_Batch] = ()) -> None:
@@ -431,12 +509,13 @@ class _Scores:
 
     def _distance(self, posterior: Posterior, x: Inputs, y: Tensor, f: Tensor, known: _Batch | None) -> Tensor | None:
         """r of the rows of a batch, `[R]`: as it was read before, or of a loader that shuffles once more."""
-        if self.tilt is None:
+        tilt = self.tilts[0]
+        if tilt is None:
             return None
         if known is not None and known.is_of(f, y):
             return known.r
-        rows, inputs = layer_inputs(posterior.problem, x, self.tilt.layers)
-        return self.tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
+        rows, inputs = layer_inputs(posterior.problem, x, tilt.layers)
+        return tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
 
     def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Tensor | None = None) -> None:
         rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
@@ -450,47 +529,32 @@ class _Scores:
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
-        tilt, summaries = self.tilt, scored.parts[0].summaries
-        form = {"diagonal": summaries.diagonal, "centred": summaries.centred_link is not None}
-        r = None if tilt is None or r is None else r[rows.index].to(means[0])
-        at = means if tilt is None or r is None else [tilt.mean(likelihood, mean) for mean in means]
-        widening = None if tilt is None or r is None or likelihood.has_noise else tilt.at(likelihood, noise, r)
-
-        def predicted(variances: list[Tensor]) -> Prediction:
-            """Of n candidates with covariances `[n, R, …]`, without what a width adds of a noise."""
-            if widening is not None:
-                variances = [widening.covariance(one, **form) for one in variances]
-            return _predicted(scored, at, variances, weights)
-
-        def losses(prediction: Prediction, sigma: Tensor) -> Tensor:
-            """Of n candidates at a noise, `[n, R]`."""
-            if tilt is not None and r is not None and isinstance(prediction, tuple):
-                prediction = prediction[0], prediction[1] + tilt.at(likelihood, sigma, r).own
-                sigma = tilt.noise(likelihood, sigma)
-            return widened(score(likelihood, prediction, rows.y, sigma))
-
+        r = None if r is None else r[rows.index].to(means[0])
+        widths = [_Width(scored, tilt, means, rows.y, r, noise) for tilt in self.tilts]
+        tilted: list[Tensor] = []
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
             if len(existing) < len(latents):
-                self._gaps[part] = torch.nan
+                self._gaps[:, part] = torch.nan
                 continue
             variances = [variance[:, rows.index] for variance in existing]
             if network is None:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
                 network = widened(score(likelihood, _predicted(scored, means, nothing, weights), rows.y, noise)[0])
                 self._network += float(network.sum())
-                if tilt is not None and r is not None:
-                    network = losses(predicted(nothing), noise)[0]
-                self._tilted += float(network.sum())
+                tilted = [width.losses(width.predicted(nothing, weights), noise)[0] for width in widths]
+                self._tilted = [sum_ + float(new.sum()) for sum_, new in zip(self._tilted, tilted, strict=True)]
             for j, scale in enumerate(self.grid.scales):
-                prediction = predicted([scale * variance for variance in variances])
-                for k, sigma in enumerate(self.noises):
-                    values = losses(prediction, sigma)
-                    gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
-                    gaps.index_add_(1, rows.inputs, values - network)
-                    self._gaps[part, j, k] += gaps.sum(-1)
-                    self._squares[part, j, k] += gaps.square().sum(-1)
-                    self._products[part, j, k] += gaps @ counts
+                scaled = [scale * variance for variance in variances]
+                for t, width in enumerate(widths):
+                    prediction = width.predicted(scaled, scored.weights[:, part])
+                    for k, sigma in enumerate(self.noises):
+                        values = width.losses(prediction, sigma)
+                        gaps = torch.zeros(len(values), rows.n_data, dtype=values.dtype, device=values.device)
+                        gaps.index_add_(1, rows.inputs, values - tilted[t])
+                        self._gaps[t, part, j, k] += gaps.sum(-1)
+                        self._squares[t, part, j, k] += gaps.square().sum(-1)
+                        self._products[t, part, j, k] += gaps @ counts
         if network is None:
             raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
 
@@ -516,16 +580,16 @@ class _Scores:
         return self._network / self._counts
 
     @property
-    def tilted_nll(self) -> float:
-        """Mean score of the network with the width that follows the input."""
-        return self._tilted / self._counts
+    def tilted_nll(self) -> list[float]:
+        """Mean scores of the network with every width that follows the input."""
+        return [tilted / self._counts for tilted in self._tilted]
 
     def differences(self) -> Tensor:
-        """Mean difference from the network, `[n, m, s]`."""
+        """Mean differences from the network with every width, `[T, n, m, s]`."""
         return self._gaps / self._counts
 
     def standard_errors(self) -> Tensor:
-        """Its paired standard error, `[n, m, s]`."""
+        """Their paired standard errors, `[T, n, m, s]`."""
         mean = self.differences()
         residual = self._squares - 2 * mean * self._products + mean.square() * self._squared_counts
         return (residual.clamp(min=0) * self.n_data / (self.n_data - 1)).sqrt() / self._counts

@@ -289,3 +289,24 @@ def test_few_and_many_classes(n_outputs: int) -> None:
     found = la.calibrate([(x[20:], torch.arange(30) % n_outputs)])
     assert found.tilt is not None
     assert torch.equal(la(10 * x).argmax(1), model(10 * x).argmax(1)) or not found.is_network
+
+
+def test_a_width_that_costs_more_than_it_is_worth_is_for_far_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen is the better of two calibrations: that with the width, and that without it."""
+    la, loader = fitted("last_layer", "kron"), [data(N_VAL, 1)]
+    monkeypatch.setattr(search, "WORTH", math.inf)
+    with_it = la.calibrate(loader)
+    monkeypatch.setattr(search, "WORTH", -math.inf)
+    without = la.calibrate(loader)
+    assert with_it.tilt.width > 0
+    assert without.tilt.width == 0
+    assert without.tilt.far == with_it.tilt.far
+    assert without.tilt.nll == without.network_nll
+    mean = [float(nn.functional.nll_loss(la(x).log(), y)) for x, y in loader]
+    assert mean[0] == pytest.approx(without.posterior_nll, abs=1e-9)
+    for worth in (
+        with_it.posterior_nll - without.posterior_nll + 1e-6,
+        with_it.posterior_nll - without.posterior_nll - 1e-6,
+    ):
+        monkeypatch.setattr(search, "WORTH", worth)
+        assert bool(la.calibrate(loader).tilt.width) == (worth > with_it.posterior_nll - without.posterior_nll)
