@@ -15,6 +15,7 @@ from laplace.core.batch import Inputs
 from laplace.core.positions import OutputRows
 from laplace.engines.engine import detached
 from laplace.engines.native.rules import BatchAxis, rule_for
+from laplace.errors import InvalidData
 from laplace.jacobian.patches import Patches
 from laplace.weights.problem import Problem
 
@@ -51,6 +52,8 @@ def layer_inputs(
         for name, module in modules.items():
             hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
         f = own.run(own.detached(), x if create_graph else detached(x))
+        if not len(f):
+            raise InvalidData("the batch holds no data.")
         inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
     outputs = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
     known = {name: [part for part in parts if part is not None] for name, parts in inputs.items()}

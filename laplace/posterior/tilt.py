@@ -5,14 +5,15 @@ training data, up to a constant. r(x) is its mean over layers, in units of its m
 input, and large where inputs are long, or in directions that the training data do not have, as the variance of a
 Gaussian process.
 
-It enters as a posterior whose mean is off the mode, so that the typical input keeps the network's confidence:
+The typical input keeps the network's confidence, and the posterior's own covariance Σ is added to the outputs
 
-    f ~ N(s f̂, (8/π) v K),   s² = 1 + c,   v = c r + max(0, r/r_far − 1)        (classes, labels)
-    f ~ N(f̂, σ² v / (1 + c)),   noise σ² / (1 + c)                              (regression)
+    f ~ N(f̂ / T, Σ),   T² = (1 + v) / (1 + c),   v = c r + max(0, r/r_far − 1)        (classes, labels)
+    f ~ N(f̂, Σ + σ² v / (1 + c)),   noise σ² / (1 + c)                                (regression)
 
-With K = 1 on the diagonal and 1/C elsewhere every logit, and its difference from the mean of the others, has the
-variance (8/π) v, so that both probit links say the softmax at the temperature T(x)² = (1 + v) / (1 + c), and samples
-nearly so, whatever C is. In a regression T(x)² scales the variance of y. Beyond r_far, farther than every held-out
+By the probit link the first says what N(s f̂, (1 + v) Σ + (8/π) v) says with s² = 1 + c, a posterior whose mean is off
+the mode, and whose width grows with r as that of a Gaussian process. But a Gaussian's tails are lighter than those of
+the logistic distribution that the probit stands for: samples of the second are surer than the network. So every link,
+and every sample, has the first. In a regression T² scales the variance of y. Beyond r_far, farther than every held-out
 input, T² grows with r whatever c is.
 """
 
@@ -38,8 +39,6 @@ RIDGE = 1e-3
 
 WIDEST = 8192
 """Inputs of a layer beyond which it is left out: a square matrix of so many numbers is kept for every layer."""
-
-_PROBIT = 8 / math.pi
 
 
 def applies_to(likelihood: Likelihood) -> bool:
@@ -88,35 +87,6 @@ class Leverage:
 
 
 @dataclass(frozen=True, eq=False)
-class Widening:
-    """What a width makes of covariances of the outputs at some inputs."""
-
-    inflation: Tensor  # Factor of the posterior's covariance, `[B]`
-    own: Tensor  # Variances of its own, `[B, 1]` or `[B, C]`
-    correlation: float  # Of its own, between outputs
-
-    def covariance(self, covariance: Tensor, *, diagonal: bool, centred: bool = False) -> Tensor:
-        """Of variances `[..., B, C]`, also those of outputs less their mean, or of covariances `[..., B, C, C]`."""
-        if diagonal:
-            share = (1 - self.correlation) * (1 - 1 / covariance.shape[-1]) if centred else 1.0
-            return self.inflation[:, None] * covariance + share * self.own
-        return self.inflation[:, None, None] * covariance + self._blocks(covariance.shape[-1])
-
-    def between(self, covariance: Tensor, n_outputs: int) -> Tensor:
-        """Of covariances between inputs, `[B·C, B·C]` or `[B/n, n·C, n·C]`."""
-        groups = covariance.reshape(-1, *covariance.shape[-2:])
-        roots = self.inflation.sqrt().repeat_interleave(n_outputs).view(len(groups), -1)
-        own = [torch.block_diag(*each) for each in self._blocks(n_outputs).unflatten(0, (len(groups), -1))]
-        return (roots.unsqueeze(2) * groups * roots.unsqueeze(1) + torch.stack(own)).view_as(covariance)
-
-    def _blocks(self, n_outputs: int) -> Tensor:
-        """Its own covariances, `[B, C, C]`."""
-        eye = torch.eye(n_outputs, dtype=self.own.dtype, device=self.own.device)
-        shape = self.correlation + (1 - self.correlation) * eye
-        return self.own.expand(-1, n_outputs).unsqueeze(-1) * shape
-
-
-@dataclass(frozen=True, eq=False)
 class Tilt:
     """A width that follows the input, as above.
 
@@ -126,7 +96,6 @@ class Tilt:
         leverages: Those of every layer, in units in which r is their mean.
         nll: Mean negative log predictive density on the held-out data, of the network with this width.
         standard_error: Paired standard error of its difference from the network's.
-        correlation: Of its own variances, between outputs: 1/C of C classes, 0 of labels and of a regression.
     """
 
     width: float
@@ -134,7 +103,6 @@ class Tilt:
     leverages: tuple[Leverage, ...]
     nll: float
     standard_error: float
-    correlation: float = 0.0
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -168,42 +136,34 @@ class Tilt:
         """v, of the shape of r."""
         return self.width * r + (r / self.far - 1).clamp(min=0)
 
-    @property
-    def stretch(self) -> float:
-        """s, the factor of logits."""
-        return math.sqrt(1 + self.width)
-
     # On moments of the outputs.
 
-    def mean(self, likelihood: Likelihood, mean: Tensor) -> Tensor:
-        """The latents' mean, from the network's outputs `[B, C]`."""
-        return mean if likelihood.has_noise else self.stretch * mean
+    def mean(self, likelihood: Likelihood, mean: Tensor, r: Tensor) -> Tensor:
+        """The latents' mean, from the network's outputs `[..., R, C]`: logits at the temperature T(x)."""
+        if likelihood.has_noise:
+            return mean
+        return mean * ((1 + self.width) / (1 + self.excess(r.to(mean)))).sqrt()[:, None]
 
     def noise(self, likelihood: Likelihood, sigma: Tensor) -> Tensor:
         """The noise that is left of σ: the rest is the latents' variance."""
-        return sigma / self.stretch if likelihood.has_noise else sigma
+        return sigma / math.sqrt(1 + self.width) if likelihood.has_noise else sigma
 
-    def at(self, likelihood: Likelihood, sigma: Tensor, r: Tensor) -> Widening:
-        """What becomes of the posterior's covariances at inputs with r, `[B]`; σ is that before `noise`."""
-        v = self.excess(r)
-        if likelihood.has_noise:
-            own = v[:, None] * (sigma.to(v).square() / (1 + self.width)).reshape(1, -1)
-            return Widening(torch.ones_like(v), own, 0.0)
-        return Widening(1 + v, _PROBIT * v[:, None], self.correlation)
+    def variance(self, likelihood: Likelihood, sigma: Tensor, r: Tensor) -> Tensor | None:
+        """What becomes a variance of the latents of σ, that before `noise`: `[R, 1]` or `[R, C]`; None of logits."""
+        if not likelihood.has_noise:
+            return None
+        return self.excess(r)[:, None] * (sigma.to(r).square() / (1 + self.width)).reshape(1, -1)
 
-    def gaussian(
-        self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian, *, centred: bool = False
-    ) -> Gaussian:
-        """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing.
-
-        With `centred` variances are those of outputs less their mean.
-        """
-        covariance, widening = posterior.covariance, self.at(likelihood, sigma, r.to(posterior.covariance))
-        if posterior.is_joint or posterior.is_grouped:
-            covariance = widening.between(covariance, posterior.mean.shape[1])
-        else:
-            covariance = widening.covariance(covariance, diagonal=posterior.is_diagonal, centred=centred)
-        return replace(posterior, mean=self.mean(likelihood, posterior.mean), covariance=covariance)
+    def gaussian(self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian) -> Gaussian:
+        """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing."""
+        covariance, n_outputs = posterior.covariance, posterior.mean.shape[1]
+        own = self.variance(likelihood, sigma, r.to(covariance))
+        if own is not None and posterior.is_diagonal:
+            covariance = covariance + own
+        elif own is not None:
+            entries = own.expand(-1, n_outputs).reshape(covariance.shape[:-1])
+            covariance = covariance + torch.diag_embed(entries)
+        return replace(posterior, mean=self.mean(likelihood, posterior.mean, r), covariance=covariance)
 
     # States.
 

@@ -54,7 +54,8 @@ class TiltedOutputs(GaussianSource):
 
     def mean(self) -> OutputRows:
         rows = self.network()
-        return OutputRows(self.tilt.mean(self._likelihood, rows.values), rows.positions, rows.outputs)
+        values = self.tilt.mean(self._likelihood, rows.values, _checked(self._read[1]))
+        return OutputRows(values, rows.positions, rows.outputs)
 
     def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         source, noise = self.source, self.source.posterior.hypers.sigma_noise
@@ -71,7 +72,7 @@ class TiltedOutputs(GaussianSource):
                 r = self._read[1]
         else:
             posterior, r = source.gaussian(form, wide=wide), self._read[1]
-        return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior, centred=form == "centred")
+        return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior)
 
     @property
     def _likelihood(self) -> Likelihood:
@@ -80,7 +81,7 @@ class TiltedOutputs(GaussianSource):
 
 @dataclass(frozen=True, eq=False)
 class TiltedSamples(SampleSource):
-    """Outputs at sampled weights with the same width: s f̂ + √(1 + v) (f_s − f̂) and noise of the width's own."""
+    """Outputs at sampled weights with the same width: f̂ / T + (f_s − f̂), and in a regression noise of its own."""
 
     source: SampledOutputs
     tilt: Tilt
@@ -97,12 +98,14 @@ class TiltedSamples(SampleSource):
         rows = rows if source.choice is None else source.choice.picked(rows)
         sigma = posterior.hypers.sigma_noise
         sigma = sigma if source.choice is None else source.choice.noise(sigma)
-        nothing = _without_covariance(rows, "full", None, wide=True)
-        own = self.tilt.gaussian(posterior.likelihood, sigma, _checked(r), nothing)
-        values = own.sample(n, generator).to(drawn.values)
+        likelihood, r = posterior.likelihood, _checked(r)
+        values = self.tilt.mean(likelihood, rows.values, r).expand_as(drawn.values)
         if not self.alone:
-            factor = self.tilt.at(posterior.likelihood, sigma, r).inflation.sqrt()
-            values = values + factor[:, None] * (drawn.values - rows.values)
+            values = values + (drawn.values - rows.values)
+        own = self.tilt.variance(likelihood, sigma, r)
+        if own is not None:
+            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device)
+            values = values + own.sqrt() * noise
         return OutputRows(values, drawn.positions, drawn.outputs)
 
 

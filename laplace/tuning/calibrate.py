@@ -431,39 +431,27 @@ class _Width:
         means: Means of the outputs of every component, `[R, C]`.
         y: Targets.
         r: Distances of the inputs, `[R]`; None without a width.
-        noise: Of the network.
     """
 
     def __init__(
-        self,
-        scored: MixedCandidates,
-        tilt: Tilt | None,
-        means: list[Tensor],
-        y: Tensor,
-        r: Tensor | None,
-        noise: Tensor,
+        self, scored: MixedCandidates, tilt: Tilt | None, means: list[Tensor], y: Tensor, r: Tensor | None
     ) -> None:
-        self.scored, self.y, self.means = scored, y, means
+        self.scored, self.tilt, self.y, self.r = scored, tilt, y, r
         self.likelihood = scored.posterior.likelihood
-        self.tilt = None if r is None else tilt
-        self.r, self.widening = r, None
-        if self.tilt is not None and r is not None:
-            self.means = [self.tilt.mean(self.likelihood, mean) for mean in means]
-            self.widening = None if self.likelihood.has_noise else self.tilt.at(self.likelihood, noise, r)
+        self.means = means
+        if tilt is not None and r is not None:
+            self.means = [tilt.mean(self.likelihood, mean, r) for mean in means]
 
     def predicted(self, variances: list[Tensor], weights: Tensor) -> Prediction:
-        """Of n candidates with covariances `[n, R, …]`, without what a width adds of a noise."""
-        if self.widening is not None:
-            summaries = self.scored.parts[0].summaries
-            diagonal, centred = summaries.diagonal, summaries.centred_link is not None
-            variances = [self.widening.covariance(one, diagonal=diagonal, centred=centred) for one in variances]
+        """Of n candidates with covariances `[n, R, …]`, without what a width makes of a noise."""
         return _predicted(self.scored, self.means, variances, weights)
 
     def losses(self, prediction: Prediction, sigma: Tensor) -> Tensor:
         """Of n candidates at a noise, `[n, R]`."""
         if self.tilt is not None and self.r is not None and isinstance(prediction, tuple):
-            prediction = prediction[0], prediction[1] + self.tilt.at(self.likelihood, sigma, self.r).own
-            sigma = self.tilt.noise(self.likelihood, sigma)
+            own = self.tilt.variance(self.likelihood, sigma, self.r)
+            if own is not None:
+                prediction, sigma = (prediction[0], prediction[1] + own), self.tilt.noise(self.likelihood, sigma)
         return widened(find_score("nll", self.likelihood)(self.likelihood, prediction, self.y, sigma))
 
 
@@ -530,7 +518,7 @@ class _Scores:
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
         r = None if r is None else r[rows.index].to(means[0])
-        widths = [_Width(scored, tilt, means, rows.y, r, noise) for tilt in self.tilts]
+        widths = [_Width(scored, tilt, means, rows.y, r) for tilt in self.tilts]
         tilted: list[Tensor] = []
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]

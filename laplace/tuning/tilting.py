@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.gaussian import Gaussian
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import as_count
@@ -140,10 +141,9 @@ def choose(
     counts = torch.bincount(inputs, minlength=n_data)
     per_input = (counts > 0).sum().item()
 
-    correlation = 1 / f.shape[1] if summaries.likelihood.activation == "softmax" else 0.0
     network = widened(_nll(summaries, None, f, r, y, sigma))
     for width in (*WIDTHS, 0.0):
-        tilt = Tilt(width, far, units, 0.0, 0.0, correlation)
+        tilt = Tilt(width, far, units, 0.0, 0.0)
         scores = widened(_nll(summaries, tilt, f, r, y, sigma))
         gaps = torch.zeros(n_data, dtype=wide_dtype(), device=scores.device).index_add_(0, inputs, scores - network)
         mean = float(gaps.sum() / counts.sum())
@@ -160,8 +160,6 @@ def _nll(summaries: Summaries, tilt: Tilt | None, f: Tensor, r: Tensor, y: Tenso
     likelihood, n_outputs = summaries.likelihood, f.shape[1]
     covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
     if tilt is not None:
-        of_centred = summaries.centred_link is not None
-        widening = tilt.at(likelihood, sigma, r)
-        covariance = widening.covariance(covariance, diagonal=summaries.diagonal, centred=of_centred)
-        f, sigma = tilt.mean(likelihood, f), tilt.noise(likelihood, sigma)
+        rows = tilt.gaussian(likelihood, sigma, r, Gaussian(f, covariance))
+        f, covariance, sigma = rows.mean, rows.covariance, tilt.noise(likelihood, sigma)
     return find_score("nll", likelihood)(likelihood, summaries.of_gaussian(f, covariance), y, sigma)
