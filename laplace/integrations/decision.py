@@ -35,7 +35,7 @@ from laplace.errors import (
     UnsupportedError,
     warn,
 )
-from laplace.integrations.encoder import POOLS, Encoder, ZeroShot, are_texts
+from laplace.integrations.encoder import POOLS, Encoder, ZeroShot, are_texts, inputs_of
 from laplace.integrations.fitted_head import FittedHead
 from laplace.parametric import ParametricLaplace
 from laplace.predictive.prediction import Prediction
@@ -163,13 +163,19 @@ class Decision:
             ModelChangedError: Model or tokenizer are not those of the fit.
         """
         self._encoder.require_same(self._probe)
-        return self._encoder.features(self._asked(inputs))
+        return self._encoder.features(self._asked(_as_array(inputs)))
 
     def _asked(self, inputs: Any) -> Any:
-        if self._question and are_texts(inputs):
+        """Inputs with the question after every text, those of batches, too."""
+        if not self._question or isinstance(inputs, Tensor | Mapping):
+            return inputs
+        if are_texts(inputs):
             _require_filled(inputs)
             return [f"{text}\n\n{self._question}" for text in inputs]
-        return inputs
+        if self.model is None or isinstance(inputs, np.ndarray):
+            return inputs
+        each = (inputs_of(batch) for batch in inputs)
+        return (self._asked(x) if not isinstance(x, str) and are_texts(x) else x for x in each)
 
     # Fit.
 
@@ -190,7 +196,12 @@ class Decision:
             DataWarning: Choices without a label; fewer than 10 labels, in the place of which the model's own answers
                 stay.
         """
+        inputs = _as_array(inputs)
         if not isinstance(inputs, Tensor | np.ndarray | Mapping) and not are_texts(inputs):
+            if not hasattr(inputs, "__iter__"):
+                raise InvalidData(
+                    f"inputs are of type {type(inputs).__name__}; texts, batches or features are accepted."
+                )
             inputs = list(inputs)
         labels = _labels_of(inputs) if labels is None else labels
         targets = _numbers(labels) if self.choices is None else _indices(labels, self.choices)
@@ -207,7 +218,7 @@ class Decision:
         features = self._encoder.features(self._asked(inputs))
         if len(features) != len(targets):
             raise InvalidData(f"{len(features)} inputs and {len(targets)} labels; give one label for every input.")
-        fitted = self._fit(features, targets)
+        fitted = self._fit(features.clone(), targets)  # `la` reads them later: they are no tensor of the user's
         self._probe, self._fitted = self._encoder.probe(self._asked(inputs)), fitted
         return self
 
@@ -354,6 +365,10 @@ class Decision:
             )
         else:
             probabilities, targets = self(inputs), _indices(labels, self.choices)
+            if len(probabilities) != len(targets):
+                raise InvalidData(
+                    f"{len(probabilities)} inputs and {len(targets)} labels; give one label for every input."
+                )
             guarantee = "exact for data like the held-out ones, which had no part in the fit"
         return _certified(probabilities, targets, risk, confidence, guarantee)
 
@@ -371,7 +386,7 @@ class Decision:
         if choices is not None and not all(isinstance(choice, str | int | float) for choice in choices):
             raise UnsupportedError("head.save with choices that are neither texts nor numbers.")
         weight = self._class_weight
-        weight = _class_weights(weight, choices, None) if weight != "balanced" else weight
+        weight = weight if isinstance(weight, str) else _class_weights(weight, choices, None)
         options = {
             "pool": encoder.pool,
             "question": self._question,
@@ -440,7 +455,7 @@ def _certified(probabilities: Tensor, targets: Tensor, risk: float, confidence: 
     order = confidences.argsort(descending=True, stable=True)
     wrong = (index != targets)[order].double().cumsum(0)
     ranked, n_data, level, answered = confidences[order], len(order), 1 - confidence, 0
-    firsts = [_least_answers(allowed, risk, level) for allowed in (1, 0)]
+    firsts = [_least_answers(allowed, risk, level, n_data) for allowed in (1, 0)]
     for n in range(next((first for first in firsts if first <= n_data), n_data + 1), n_data + 1):
         if n < n_data and ranked[n] == ranked[n - 1]:
             continue  # answered together
@@ -451,10 +466,10 @@ def _certified(probabilities: Tensor, targets: Tensor, risk: float, confidence: 
     return Threshold(value, risk, confidence, answered / n_data, n_data, guarantee)
 
 
-def _least_answers(allowed: int, risk: float, level: float) -> int:
-    """The least number of answers of which so many wrong ones reject a larger risk at a level."""
+def _least_answers(allowed: int, risk: float, level: float, most: int) -> int:
+    """The least number of answers of which so many wrong ones reject a larger risk at a level; `most + 1` if above."""
     none = math.ceil(math.log(level) / math.log1p(-risk))
-    return next(n for n in range(max(none, 1), 20 * none + 20) if _binomial_tail(allowed, n, risk) <= level)
+    return next((n for n in range(max(none, 1), most + 1) if _binomial_tail(allowed, n, risk) <= level), most + 1)
 
 
 def _binomial_tail(k: int, n: int, rate: float) -> float:
@@ -472,7 +487,9 @@ def _binomial_tail(k: int, n: int, rate: float) -> float:
 def _checked_choices(choices: Any) -> tuple[Any, ...]:
     if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray | Tensor):
         raise InvalidArgument(f"choices={choices!r}; a list of two or more is accepted: choices=['no', 'yes'].")
-    own = tuple(choices.tolist() if isinstance(choices, np.ndarray | Tensor) else choices)
+    own = tuple(_plain(choices))
+    if not all(map(_is_key, own)):
+        raise InvalidArgument(f"choices={choices!r}; texts, numbers or other values with a hash are accepted.")
     if not 2 <= len(own) <= MOST_CHOICES:
         raise InvalidArgument(f"{len(own)} choices; 2 to {MOST_CHOICES} are accepted.")
     twice = [choice for choice, count in Counter(own).items() if count > 1]
@@ -488,14 +505,19 @@ def _labels_of(inputs: Any) -> Any:
     found: list[Any] = []
     for batch in inputs if isinstance(inputs, list) else []:
         if isinstance(batch, Mapping) and "labels" in batch:
-            found.extend(batch["labels"])
+            found.extend(_plain(batch["labels"]))
         elif isinstance(batch, tuple | list) and len(batch) == 2 and not are_texts(batch):
-            found.extend(batch[1])
+            found.extend(_plain(batch[1]))
         else:
             raise InvalidData("a batch holds no labels; give pairs (x, labels), mappings with 'labels', or labels=.")
     if not found:
         raise InvalidData("there are no labels: head.fit(inputs, labels).")
     return found
+
+
+def _as_array(inputs: Any) -> Any:
+    """Frames and series of pandas as arrays, other inputs as they are."""
+    return inputs.to_numpy() if callable(getattr(inputs, "to_numpy", None)) else inputs
 
 
 def _plain(labels: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, UnsupportedError
 from laplace.network.model_guard import flags_put_back
+from laplace.network.tree import modules_of, tensors_of
 
 POOLS = ("last", "mean")
 
@@ -76,7 +77,10 @@ class Encoder:
 
     def _of_batches(self, batches: Iterable[Any]) -> Tensor:
         with evaluated(self.model), torch.no_grad():
-            return torch.cat([self._of_batch(batch) for batch in batches])
+            found = [self._of_batch(batch) for batch in batches]
+        if not found:
+            raise InvalidData("there are no inputs; give one text or one row of tensors at least.")
+        return torch.cat(found)
 
     def _of_batch(self, batch: Any) -> Tensor:
         model: Any = self.model
@@ -109,7 +113,9 @@ class Encoder:
                 yield {name: value[part] for name, value in inputs.items() if isinstance(value, Tensor)}
         else:
             for batch in inputs:
-                x = batch[0] if isinstance(batch, tuple | list) and not are_texts(batch) else batch
+                x = inputs_of(batch)
+                if isinstance(x, str):
+                    raise InvalidData(f"a batch is one text, {x[:40]!r}; give texts alone, as one list: [text, …].")
                 if are_texts(x):
                     yield self.padded(self.tokens(list(x)))
                 elif isinstance(x, Tensor | Mapping):
@@ -184,13 +190,17 @@ class Encoder:
             )
 
     def _remember(self) -> None:
-        self._tensors = [] if self.model is None else [*self.model.parameters(), *self.model.buffers()]
+        self._tensors = self._tensors_now()  # held, so that no other tensor has their identities
         self._known = self._signature()
+
+    def _tensors_now(self) -> list[Tensor]:
+        """Tensors of the model, in whichever modules it has by now: adapters may have taken the place of layers."""
+        return [] if self.model is None else list(tensors_of(modules_of(self.model)))
 
     def _signature(self) -> tuple[Any, ...]:
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else 0
-        versions = sum(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
-        return id(self.model), id(self.tokenizer), size, versions, self.pool, self.max_length
+        tensors = tuple((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors_now())
+        return id(self.model), id(self.tokenizer), size, tensors, self.pool, self.max_length
 
 
 def are_texts(inputs: Any) -> bool:
@@ -206,6 +216,11 @@ def are_texts(inputs: Any) -> bool:
     return isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(text, str) for text in inputs)
 
 
+def inputs_of(batch: Any) -> Any:
+    """What a model takes of a batch, which may be a pair of inputs and labels."""
+    return batch[0] if isinstance(batch, tuple | list) and batch and not are_texts(batch) else batch
+
+
 def as_features(inputs: Any) -> Tensor:
     """Features as they are given, `[N, D]`; half precision becomes float32.
 
@@ -217,13 +232,15 @@ def as_features(inputs: Any) -> Tensor:
             "texts were given to a head without a model; give decision(model, tokenizer, …), or features."
         )
     try:
-        found = inputs.detach().cpu() if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))
+        found = inputs.detach().to_dense().cpu() if isinstance(inputs, Tensor) else torch.tensor(np.asarray(inputs))
     except (TypeError, ValueError) as error:
         raise InvalidData(
             f"features are a {type(inputs).__name__}; a tensor or an array [N, D] is accepted."
         ) from error
     if found.ndim != 2 or not found.numel():
         raise InvalidData(f"features of shape {list(found.shape)}; [N, D] is accepted.")
+    if found.is_complex():
+        raise InvalidData(f"features are of {found.dtype}; real numbers are accepted.")
     return found if found.dtype in (torch.float32, torch.float64) else found.float()
 
 
@@ -286,7 +303,9 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _first_two(batch: Any) -> Any:
-    return {name: value[:2].cpu() for name, value in batch.items()} if isinstance(batch, Mapping) else batch[:2].cpu()
+    if isinstance(batch, Mapping):
+        return {name: value[:2].cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+    return batch[:2].cpu()
 
 
 def _longest(model: Any, tokenizer: Any) -> int | None:

@@ -69,6 +69,10 @@ def reviews(n: int, seed: int = 0) -> tuple[list[str], list[str]]:
     return texts, [NAMES[y] for y in labels]
 
 
+def X(n: int = 20) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
+
+
 @pytest.fixture(scope="module")
 def fitted() -> Decision:
     texts, labels = reviews(40)
@@ -137,6 +141,34 @@ def test_a_question_is_read_after_the_text() -> None:
     head = decision(gpt2(), tokenizer(), NAMES, question="so?")
     plain = decision(gpt2(), tokenizer(), NAMES)
     assert_close(head.features(["a fine film"]), plain.features(["a fine film\n\nso?"]))
+
+
+def test_a_question_is_read_after_the_texts_of_batches() -> None:
+    texts, labels = reviews(40)
+    whole = decision(gpt2(), tokenizer(), NAMES, question="so?").fit(texts, labels)
+    batches = [(texts[:25], labels[:25]), (texts[25:], labels[25:])]
+    parts = decision(gpt2(), tokenizer(), NAMES, question="so?").fit(batches)
+    assert_close(parts(texts), whole(texts))
+    assert_close(whole.features(batches), whole.features(texts))
+    assert_close(whole.features([texts[:9], texts[9:]]), whole.features(texts))
+
+
+def test_batches_may_hold_more_than_tensors() -> None:
+    texts, labels = reviews(12)
+    batch = decision(bert(), tokenizer(), NAMES)._encoder.padded([{"input_ids": [k % 5, 1, 2]} for k in range(12)])
+    given = {**batch, "text": texts, "labels": labels}
+    plain = decision(bert(), tokenizer(), NAMES).fit([batch], labels)
+    assert_close(decision(bert(), tokenizer(), NAMES).fit([given])([given]), plain(batch))
+
+
+def test_frames_and_series_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    texts, labels = reviews(20)
+    head = decision(bert(), tokenizer(), NAMES).fit(pandas.Series(texts), pandas.Series(labels))
+    assert torch.equal(head(pandas.Series(texts)), head(texts))
+    frame = pandas.DataFrame(X().numpy(), columns=["a", "b", "c"])
+    of_frame, of_tensor = (decision(None, None, NAMES).fit(x, [0, 1] * 10) for x in (frame, X()))
+    assert torch.equal(of_frame(frame), of_tensor(X()))
 
 
 # Labels.
@@ -302,6 +334,16 @@ def test_a_threshold_of_left_out_and_of_held_out_data() -> None:
     assert float(few) == math.inf and few.coverage == 0
 
 
+def test_a_threshold_needs_a_label_for_every_input(fitted: Decision) -> None:
+    for labels in (["good"], ["good"] * 5):
+        with pytest.raises(InvalidData, match="30 inputs and"):
+            fitted.threshold(0.1, inputs=reviews(30)[0], labels=labels)
+
+
+def test_a_risk_below_what_the_data_can_show_answers_nothing(fitted: Decision) -> None:
+    assert float(fitted.threshold(1e-12)) == math.inf
+
+
 @pytest.mark.parametrize("wrong", [{"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "confidence": 1.0}])
 def test_thresholds_of_other_numbers_are_refused(fitted: Decision, wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument, match=r"\(0, 1\)"):
@@ -311,7 +353,7 @@ def test_thresholds_of_other_numbers_are_refused(fitted: Decision, wrong: dict[s
 # Files.
 
 
-@pytest.mark.parametrize("weight", [None, "balanced", {"good": 2.0}])
+@pytest.mark.parametrize("weight", [None, "balanced", {"good": 2.0}, np.array([1.0, 2.0])])
 def test_a_file_predicts_the_same(tmp_path: Path, weight: Any) -> None:
     pytest.importorskip("safetensors")
     texts, labels = reviews(30)
@@ -334,7 +376,7 @@ def test_files_of_features_of_modules_and_of_ratings(tmp_path: Path) -> None:
     x = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
     network = nn.Linear(5, 4)
     heads = {
-        "features": (decision(None, None, [1, 2]).fit(x, [1, 2] * 15), None),
+        "features": (decision(None, None, [np.int64(1), np.int64(2)]).fit(x, [1, 2] * 15), None),
         "module": (decision(network, None, NAMES).fit(x, [0, 1] * 15), copy.deepcopy(network)),
         "ratings": (decision(None, None, None).fit(x, x[:, 0]), None),
     }
@@ -380,6 +422,22 @@ def test_another_model_or_tokenizer_is_noticed() -> None:
         unlike(texts)
 
 
+def test_new_layers_in_the_model_are_noticed() -> None:
+    """As adapters that are put in the place of layers: no former tensor changed."""
+    texts, labels = reviews(20)
+    for change in ("layer", "weight", "state"):
+        model = bert()
+        head = decision(model, tokenizer(), NAMES).fit(texts, labels)
+        if change == "layer":
+            model.encoder = bert(seed=1).encoder
+        elif change == "weight":
+            model.embeddings.word_embeddings.weight = bert(seed=1).embeddings.word_embeddings.weight
+        else:
+            model.load_state_dict(bert(seed=1).state_dict(), assign=True)
+        with pytest.raises(ModelChangedError):
+            head(texts)
+
+
 def test_features_of_another_width_are_refused() -> None:
     head = decision(None, None, NAMES).fit(torch.randn(12, 3), [0, 1] * 6)
     with pytest.raises(InvalidData, match=r"\[N, 3\]"):
@@ -387,10 +445,6 @@ def test_features_of_another_width_are_refused() -> None:
 
 
 # Bad input.
-
-
-def X(n: int = 20) -> Tensor:
-    return torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
@@ -421,6 +475,8 @@ def test_labels_that_cannot_be(labels: Any, says: str) -> None:
         (torch.zeros(20, 3, 2), r"\[N, D\]"),
         (["a text"] * 20, "without a model"),
         ("a text", "give a list"),
+        (X() + 1j, "complex64"),
+        (7, "type int"),
     ],
 )
 def test_features_that_cannot_be(inputs: Any, says: str) -> None:
@@ -433,6 +489,12 @@ def test_empty_texts_are_refused(fitted: Decision, text: str) -> None:
     for head in (fitted, decision(gpt2(), tokenizer(), NAMES), decision(gpt2(), tokenizer(), NAMES, question="so?")):
         with pytest.raises(InvalidData, match="empty"):
             head(["a film", text])
+
+
+@pytest.mark.parametrize(("inputs", "says"), [([], "no inputs"), (["a film", None], "one text, 'a film'")])
+def test_lists_that_hold_no_texts(fitted: Decision, inputs: Any, says: str) -> None:
+    with pytest.raises(InvalidData, match=says):
+        fitted(inputs)
 
 
 def test_texts_need_a_tokenizer() -> None:
@@ -479,6 +541,7 @@ def test_texts_with_two_labels_are_undecided() -> None:
         ((None, None, list(range(101))), InvalidArgument, "101 choices"),
         ((None, None, ["a", "a"]), InvalidArgument, "'a' twice"),
         ((None, None, "ab"), InvalidArgument, "a list"),
+        ((None, None, [[1], [2]]), InvalidArgument, "with a hash"),
         (("gpt2", None, NAMES), InvalidType, "a module"),
     ],
 )
@@ -497,6 +560,14 @@ def test_choices_that_cannot_be(arguments: tuple[Any, ...], error: type, says: s
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=f"{next(iter(options))}"):
         decision(None, None, NAMES, **options)
+
+
+def test_features_that_are_written_over_do_not_change_the_posterior() -> None:
+    x = X()
+    head, other = (decision(None, None, NAMES).fit(x, [0, 1] * 10) for _ in range(2))
+    expected = other.la(X())
+    x.mul_(3).add_(1)
+    assert torch.equal(head.la(X()), expected)
 
 
 def test_a_fit_that_fails_keeps_the_former_one() -> None:
