@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -511,7 +512,11 @@ class BaseLaplace(CheckedConstructor, ABC):
 
 
 overrides.remember(BaseLaplace)
-BaseLaplace.__module__ = "laplace.baselaplace"  # other packages dispatch on this path of it, unimported
+# Other packages dispatch on this path of it, unimported. It has a module of names alone: annotations are resolved here,
+# and `inspect` finds the source of the class by the file.
+BaseLaplace.__annotations__ = get_type_hints(BaseLaplace)
+BaseLaplace.__module__ = "laplace.baselaplace"
+sys.modules[BaseLaplace.__module__].__file__ = __file__
 
 
 # Posteriors over weights.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import pickle
 import sys
+import typing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,10 +17,11 @@ import torch
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Dirichlet, MultivariateNormal, Normal
 
-from laplace import Laplace, ParametricLaplace, Prediction
+from laplace import BaseLaplace, KronLaplace, Laplace, ParametricLaplace, Prediction
 from laplace.enums import LinkApprox
 from laplace.errors import GradientWarning, InvalidArgument, LaplaceError, ModelChangedError, UnsupportedError
 from laplace.likelihoods import get_likelihood
+from laplace.structures.base import Curvature
 from tests import grid
 from tests.conformance.cases import Case, few, truth
 from tests.reference import predictive as reference
@@ -293,6 +297,12 @@ def test_probly_makes_a_distribution_of_a_prediction(monkeypatch: pytest.MonkeyP
     assert kind == "categorical" and torch.equal(probabilities, la(x))
     # Its own rules for posteriors are of this path, which nothing needs to import.
     assert "laplace.baselaplace.BaseLaplace" in [f"{c.__module__}.{c.__qualname__}" for c in type(la).__mro__]
+
+
+def test_the_base_class_has_its_source_and_its_annotations_at_the_path_of_other_packages() -> None:
+    assert inspect.getsource(BaseLaplace).startswith("class BaseLaplace")
+    assert typing.get_type_hints(KronLaplace)["structure"] == type[Curvature]
+    assert pickle.loads(pickle.dumps(BaseLaplace)) is BaseLaplace
 
 
 def test_options_without_meaning_are_refused() -> None:
