@@ -81,7 +81,8 @@ def decision(
         class_weight: How often data of every choice count: K numbers, a mapping from choices, `"balanced"` for equal
             sums over the labels that there are, or None for once each.
         batch_size: Texts that the model reads at once.
-        max_length: Tokens of a text that are read; None for as many as the model can.
+        max_length: Tokens of a text, with the question, that are read; None for as many as the model can. Of a long
+            text they are the first ones, and the question.
 
     Raises:
         InvalidArgument: Choices that are fewer than two, more than 100 or equal, another pool, or weights that are not
@@ -95,7 +96,8 @@ def decision(
     check_counts(batch_size=batch_size, **({} if max_length is None else {"max_length": max_length}))
     own = None if choices is None else _checked_choices(choices)
     _class_weights(class_weight, own, None)
-    return Decision(Encoder(model, tokenizer, pool, batch_size, max_length), own, question, class_weight)
+    encoder = Encoder(model, tokenizer, pool, batch_size, max_length, f"\n\n{question}" if question else "")
+    return Decision(encoder, own, question, class_weight)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, tokenizer: Any = None) -> Decision:
@@ -171,7 +173,7 @@ class Decision:
             return inputs
         if are_texts(inputs):
             _require_filled(inputs)
-            return [f"{text}\n\n{self._question}" for text in inputs]
+            return [f"{text}{self._encoder.end}" for text in inputs]
         if self.model is None or isinstance(inputs, np.ndarray):
             return inputs
         each = (inputs_of(batch) for batch in inputs)

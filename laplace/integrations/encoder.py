@@ -32,13 +32,20 @@ class Encoder:
         pool: How features of tokens become those of a text: `"last"` token or `"mean"`.
         batch_size: Inputs per pass.
         max_length: Tokens of a text, of which the first are read; None for what tokenizer and model can read.
+        end: What all texts end with, which is read of long ones, too.
     """
 
     def __init__(
-        self, model: nn.Module | None, tokenizer: Any, pool: str | None, batch_size: int, max_length: int | None
+        self,
+        model: nn.Module | None,
+        tokenizer: Any,
+        pool: str | None,
+        batch_size: int,
+        max_length: int | None,
+        end: str = "",
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.batch_size = batch_size
+        self.batch_size, self.end = batch_size, end
         self.pool = pool or ("last" if is_causal(model) else "mean")
         self.max_length = max_length or _longest(model, tokenizer)
         self._known: tuple[Any, ...] = ()
@@ -126,18 +133,21 @@ class Encoder:
     # Tokens.
 
     def tokens(self, texts: Sequence[str], *, to_the_end: bool = False) -> list[dict[str, list[int]]]:
-        """What the tokenizer makes of every text, without pads; of long ones the beginning, or the end."""
+        """What the tokenizer makes of every text, without pads; of long ones the beginning and `end`, or the end."""
         if self.tokenizer is None:
             raise InvalidArgument("texts were given, and tokenizer=None; give the model's tokenizer.")
         empty = [i for i, text in enumerate(texts) if not text.strip()]
         if empty:
             raise InvalidData(f"{len(empty)} texts are empty, {texts[empty[0]]!r} among them; leave them out.")
-        limits = self.max_length is not None and not to_the_end
-        options: dict[str, Any] = {"truncation": True, "max_length": self.max_length} if limits else {}
+        most = self.max_length
+        limits = most is not None and not to_the_end and not self.end
+        options: dict[str, Any] = {"truncation": True, "max_length": most} if limits else {}
         found = self.tokenizer(list(texts), **options)
         names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
-        part = slice(-self.max_length if self.max_length is not None and to_the_end else None, None)
-        return [{name: list(found[name][i])[part] for name in names} for i in range(len(texts))]
+        if most is None:
+            return [{name: list(found[name][i]) for name in names} for i in range(len(texts))]
+        last = most if to_the_end else min(most, len(self.tokenizer(self.end)["input_ids"])) if self.end else 0
+        return [{name: _shortened(list(found[name][i]), most, last) for name in names} for i in range(len(texts))]
 
     def padded(self, tokens: Sequence[Mapping[str, list[int]]]) -> Batch:
         """A batch with pads on the right, whether the tokenizer has a token for them or not."""
@@ -285,7 +295,8 @@ def to_the_left(batch: Batch) -> Batch:
     if bool(mask[:, 0].all()):
         return batch
     order = (mask == 0).long().argsort(dim=1, stable=True)
-    return {name: value.gather(1, order) if value.shape == mask.shape else value for name, value in batch.items()}
+    rows = torch.arange(len(order), device=order.device).unsqueeze(1)
+    return {name: value[rows, order] if value.shape[:2] == mask.shape else value for name, value in batch.items()}
 
 
 def _pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
@@ -294,12 +305,17 @@ def _pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
     if pool == "mean":
         shares = mask.to(hidden) / mask.sum(1, keepdim=True)
         return (shares.unsqueeze(1) @ hidden).squeeze(1)
-    last = mask.long().sum(1) - 1  # rows begin at the first place
-    return hidden[torch.arange(len(hidden), device=hidden.device), last]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    return hidden[torch.arange(len(hidden), device=hidden.device), (places * (mask != 0)).argmax(1)]
 
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def _shortened(values: list[int], most: int, last: int) -> list[int]:
+    """So many at most, of which so many are the last ones."""
+    return values if len(values) <= most else values[: most - last] + values[len(values) - last :]
 
 
 def _first_two(batch: Any) -> Any:

@@ -432,7 +432,7 @@ class DecisionHead(ClassifierMixin, BaseEstimator):
             y: Labels, `[N]`.
 
         Raises:
-            InvalidArgument: Fewer than two classes.
+            InvalidArgument: Fewer than two classes, or weights of them that are negative, not finite or all zero.
         """
         given: tuple[Any, Any] = (X, y)
         checked: Any = validate_data(self, *given)
@@ -442,6 +442,10 @@ class DecisionHead(ClassifierMixin, BaseEstimator):
         if len(self.classes_) < 2:
             raise InvalidArgument(f"y has one class alone, {self.classes_.tolist()}; a classifier needs two.")
         weights = compute_class_weight(self.class_weight, classes=self.classes_, y=labels)  # pyright: ignore[reportArgumentType]
+        if not np.isfinite(weights).all() or weights.min() < 0 or weights.max() == 0:
+            raise InvalidArgument(
+                f"class_weight gives {weights.tolist()}; finite numbers of at least 0 are accepted, not all zero."
+            )
         self.head_ = FittedHead.of_classes(
             _features(features),
             torch.tensor(targets, dtype=torch.int64),

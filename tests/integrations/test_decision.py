@@ -171,6 +171,32 @@ def test_frames_and_series_of_pandas() -> None:
     assert torch.equal(of_frame(frame), of_tensor(X()))
 
 
+def test_a_question_is_read_after_a_long_text() -> None:
+    """BERT's 32 tokens, of which the question is one and its specials none here."""
+    head = decision(bert(), tokenizer(), NAMES, question="so?")
+    plain = decision(bert(), tokenizer(), NAMES)
+    long = " ".join((GOOD + OTHER) * 9)
+    assert_close(head.features([long, "film"]), plain.features([" ".join([*long.split()[:31], "so?"]), "film so?"]))
+    short = decision(gpt2(), tokenizer(), NAMES, question="so? the plot", max_length=2)
+    assert_close(short.features(["fine"]), decision(gpt2(), tokenizer(), NAMES).features(["the plot"]))
+
+
+def test_the_last_token_is_the_last_that_is_attended_to() -> None:
+    tokens, model = torch.tensor([[1, 2, 3, 4]]), gpt2()
+    mask = torch.tensor([[1, 1, 0, 1]])
+    expected = model.transformer(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 3].detach()
+    found = decision(model, None, NAMES).features({"input_ids": tokens, "attention_mask": mask})
+    assert_close(found, expected)
+
+
+def test_embeddings_go_to_the_left_with_their_mask() -> None:
+    model = gpt2()
+    tokens, mask = torch.tensor([[0, 0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 1, 1]])
+    given = {"inputs_embeds": model.transformer.wte(tokens).detach(), "attention_mask": mask}
+    expected = model.transformer(input_ids=tokens[:, 2:]).last_hidden_state[:, -1].detach()
+    assert_close(decision(model, None, NAMES).features(given), expected, rtol=1e-4, atol=1e-5)
+
+
 # Labels.
 
 

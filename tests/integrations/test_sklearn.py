@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,9 @@ def test_a_decision_head_is_the_decision_on_features() -> None:
     even = clone(head).set_params(class_weight="balanced").fit(FLOWERS[:80], names[:80])
     assert even.head_.class_weight == pytest.approx((0.8, 80 / 60))
     assert len(pickle.loads(pickle.dumps(head)).predict(FLOWERS)) == len(FLOWERS)
+
+
+@pytest.mark.parametrize("weights", [{0: -1.0}, {0: math.nan}, {0: 0.0, 1: 0.0}])
+def test_decision_heads_refuse_weights_that_are_none(weights: dict[int, float]) -> None:
+    with pytest.raises(InvalidArgument, match="class_weight gives"):
+        DecisionHead(class_weight=weights).fit([[0.0], [1.0], [2.0]], [0, 1, 1])
