@@ -395,7 +395,7 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     with apart(posterior.model, posterior.call) as model, torch.no_grad():
         f = _of_one(lambda some: batches.latent(call_with_context(model, posterior.call, some)), detached(x))
     given = next(iter(batches.tensors(x)), f)
-    if f.ndim == given.ndim == 1 and (len(f) > 1 or len(y) != len(given)):  # perhaps all outputs of one datum
+    if f.ndim == given.ndim == 1 and (len(f) > 1 or len(y) == 1):  # perhaps all outputs of one datum, of a data set
         return posterior
     channel_dim = channel_of(f, y[: len(f) if f.ndim else 1])
     return posterior if channel_dim is None else posterior.with_channels(channel_dim)

@@ -30,7 +30,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 _TARGETS = ("labels", "label", "y", "target", "targets")
 """Keys that are not likely to hold inputs."""
 
-_RAISES = re.compile(r"\b(raise|assert)\b")
+_RAISES = re.compile(r"^\s*([^#]*[:;]\s*)?(raise|assert)\b")
 _LOOKUP = re.compile(r"""\[\s*["']""")
 """Code that raises an error of its own, and that asks for a part by its name: `x["name"]`."""
 
@@ -81,7 +81,7 @@ def _reason(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """Words for inputs that explain an error; None for one that a user's own code raised, or that they do not."""
     layer, given, last = _place(error)
     theirs = last is not None and _module(last).startswith("torch.")
-    if last is None or (not theirs and _RAISES.search(_source(last))):
+    if last is None or (not theirs and _RAISES.search(_source(last) or "raise")):
         return None
     if layer is not None and not (theirs and type(layer).__module__.startswith("torch.")):
         layer = None
