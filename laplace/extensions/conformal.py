@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from laplace.core import eigen
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs, require_loader, to_device
+from laplace.core.positions import NO_CHANNELS, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
@@ -212,6 +213,7 @@ def split_conformal(la: ParametricLaplace, loader: Iterable[Any]) -> Conformal:
     for batch in reading(loader):
         x, y = next_token.split(batch, posterior.choices.dict_key_y, posterior.model, posterior.engine.target_rules)
         mean, deviation = _moments(held, x)
+        y = target_rows(y, mean, (), posterior.channel_dim)
         if y.shape != mean.shape:
             raise InvalidData(f"targets have shape {list(y.shape)}, the outputs {list(mean.shape)}; give one for each.")
         if not bool(y.isfinite().all()):
@@ -243,6 +245,8 @@ def _moments(la: ParametricLaplace, x: Inputs) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of targets, `[B, C]` each."""
     with torch.no_grad():
         mean, variance = la(x, diagonal_output=True, observation_noise=True)
+    if la.channel_dim == NO_CHANNELS:
+        mean, variance = mean.unsqueeze(-1), variance.unsqueeze(-1)
     if mean.ndim != 2:
         raise UnsupportedError("conformal intervals take outputs [B, C], without positions.")
     return widened(mean), widened(variance).sqrt()

@@ -45,7 +45,6 @@ def decays_of(n_classes: int) -> list[float]:
 
 _MAX_STEPS, _MAX_HALVINGS, _MAX_CG = 50, 30, 200
 _DONE = 1e-9  # of a Newton step, in posterior standard deviations
-_REST = 1e-9  # smallest eigenvalue of I − ΛΣ of a datum that is left out
 
 
 @dataclass(frozen=True, eq=False)

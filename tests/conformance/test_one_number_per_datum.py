@@ -212,3 +212,14 @@ def test_all_outputs_of_one_datum_are_not_taken_for_one_of_each() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)).double()
     with pytest.raises(InvalidData, match="batch dimension"):
         Laplace(model, "regression", "all", "diag").fit([(X[0], X[0])])
+
+
+def test_conformal_intervals_of_held_out_data() -> None:
+    flat, column = pair("regression", "all", "full")
+    y = TARGETS["regression"]
+    intervals = [
+        laplace.conformal(la, val_loader=[(X, targets)]).interval(X)
+        for la, targets in ((flat, y), (column, y[:, None]))
+    ]
+    for one, other in zip(*intervals, strict=True):
+        assert_close(one, other, "algebra")
