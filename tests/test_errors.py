@@ -368,7 +368,7 @@ def test_one_sample_has_no_variance() -> None:
 
 def test_a_link_without_meaning() -> None:
     la = grid.fitted("all", "diag", "bernoulli")
-    with pytest.raises(UnsupportedError, match="accepted are 'probit', 'mc'"):
+    with pytest.raises(UnsupportedError, match="accepted are 'probit', 'probit_centred', 'mc'"):
         la(X, link_approx="bridge")
 
 

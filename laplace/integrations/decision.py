@@ -25,6 +25,7 @@ from torch import Generator, Tensor, nn
 
 from laplace.core import lazy, nested
 from laplace.core.arguments import check_counts
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import (
     DataWarning,
     InvalidArgument,
@@ -453,9 +454,9 @@ def _certified(probabilities: Tensor, targets: Tensor, risk: float, confidence: 
     The order is fixed, so that every test has the whole level. The first is of as many answers as can be certified with
     one wrong among them; of few data, with none.
     """
-    confidences, index = probabilities.double().max(1)
+    confidences, index = widened(probabilities).max(1)
     order = confidences.argsort(descending=True, stable=True)
-    wrong = (index != targets)[order].double().cumsum(0)
+    wrong = widened((index != targets)[order]).cumsum(0)
     ranked, n_data, level, answered = confidences[order], len(order), 1 - confidence, 0
     firsts = [_least_answers(allowed, risk, level, n_data) for allowed in (1, 0)]
     for n in range(next((first for first in firsts if first <= n_data), n_data + 1), n_data + 1):
@@ -557,7 +558,7 @@ def _is_key(label: Any) -> bool:
 def _numbers(labels: Any) -> Tensor:
     """Ratings `[N]`, float64."""
     try:
-        found = torch.tensor(_plain(labels), dtype=torch.float64)
+        found = torch.tensor(_plain(labels), dtype=wide_dtype())
     except (TypeError, ValueError) as error:
         raise InvalidData("ratings are numbers [N]; give choices= for labels of other kinds.") from error
     found = found.squeeze(1) if found.ndim == 2 and found.shape[1] == 1 else found

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, UnsupportedError
 from laplace.network.model_guard import flags_put_back
 from laplace.network.tree import modules_of, tensors_of
@@ -251,7 +252,7 @@ def as_features(inputs: Any) -> Tensor:
         raise InvalidData(f"features of shape {list(found.shape)}; [N, D] is accepted.")
     if found.is_complex():
         raise InvalidData(f"features are of {found.dtype}; real numbers are accepted.")
-    return found if found.dtype in (torch.float32, torch.float64) else found.float()
+    return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 def encoder_of(model: Any) -> Any:
@@ -370,7 +371,7 @@ class ZeroShot:
         """Logarithm of the mean over rotations, `[B, K]`, float64."""
         n = len(self.choices)
         turns = [[(k + turn) % n for k in range(n)] for turn in range(n)]
-        total = torch.zeros(len(texts), n, dtype=torch.float64)
+        total = torch.zeros(len(texts), n, dtype=wide_dtype())
         for order in turns:
             prompts = [self.prompt(text, order) for text in texts]
             total[:, order] += torch.cat(list(self._asked(prompts))).softmax(1) / n
@@ -387,4 +388,4 @@ class ZeroShot:
         with evaluated(encoder.model), torch.no_grad():
             for i in range(0, len(prompts), encoder.batch_size):
                 batch = encoder.padded(encoder.tokens(prompts[i : i + encoder.batch_size], to_the_end=True))
-                yield self.answers({name: value.to(device) for name, value in batch.items()}).double().cpu()
+                yield self.answers({name: value.to(device) for name, value in batch.items()}).cpu().to(wide_dtype())

@@ -35,6 +35,10 @@ class HeadRows(Block):
     kind = "head rows"
 
     @property
+    def inputs_of_head(self) -> Tensor | None:
+        return None if self.is_bias else self.features
+
+    @property
     def dims(self) -> tuple[int, int, int]:
         return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
 
@@ -114,6 +118,10 @@ class Head(Block):
 
     features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     is_bias: bool  # True for a bias
+
+    @property
+    def inputs_of_head(self) -> Tensor | None:
+        return None if self.is_bias else self.features
 
     @property
     def device(self) -> torch.device:

@@ -438,7 +438,7 @@ class ModelState:
     """All that decides a model's outputs besides the data, within one process."""
 
     versions: tuple[tuple[int, int], ...]  # Identity and version of every parameter and buffer
-    # Norms of those that are floating-point and not frozen, per device, for writes that autograd does not count
+    # Norms of those that are floating-point, per device, for writes that autograd does not count
     norms: tuple[Tensor, ...]
     # Types and names of modules, plain values that their attributes hold, hooks too, identities of other objects, and
     # versions of tensors among them; None of a copy, whose objects are others, and under FSDP2
@@ -446,8 +446,8 @@ class ModelState:
     held: tuple[Tensor, ...] = ()  # Norms of these tensors
 
     @classmethod
-    def of(cls, model: nn.Module, call: object = None) -> ModelState:
-        """That of a model now, and of the function that calls it."""
+    def of(cls, model: nn.Module, call: object = None, *, frozen: bool = True) -> ModelState:
+        """That of a model now, and of what calls it; without norms of frozen parameters if not `frozen`."""
         with model_lock(model):
             modules = modules_of(model)
             known = plain(modules)
@@ -455,13 +455,13 @@ class ModelState:
             whole = _each_once(found.parameters, [module._buffers for module in modules])
             tensors = local_parts(whole)
             if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
-                return cls(_versions(tensors), _norms(tensors), None)
+                return cls(_versions(tensors), _norms(tensors, frozen=frozen), None)
             of_call = _Settings()
             if call is not None:
                 of_call.add("", call, 0)
             held = [*found.tensors, *of_call.tensors]
             settings = (found.entries, of_call.entries, _versions(held))
-            return cls(_versions(tensors), _norms(tensors), settings, _norms(held))
+            return cls(_versions(tensors), _norms(tensors, frozen=frozen), settings, _norms(held))
 
     def same_as(self, other: ModelState) -> bool:
         """True if the settings are equal, and the tensors are the same and were not written to."""
@@ -581,7 +581,7 @@ class Fingerprint:
             if reference is not None:
                 known = {name: digest for name, digest in known.items() if name not in reference.written}
             places = _places(local_parts(_tensors(modules_of(model))))
-            return cls(places, ModelState.of(model), checksums(model), known, reference)
+            return cls(places, ModelState.of(model, frozen=False), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with the present state.
@@ -593,7 +593,7 @@ class Fingerprint:
             ModelChangedWarning: There are no such data, and attributes differ.
         """
         with model_lock(model):
-            now, then = ModelState.of(model), self.state
+            now, then = ModelState.of(model, frozen=False), self.state
             if now.versions == then.versions and _comparable(now.norms, then.norms):
                 checks.require(_equal(now.norms, then.norms), lambda: self._change(model))  # which may be read later
                 now = replace(now, norms=then.norms)
@@ -731,10 +731,11 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
     return tuple((t.device, t.dtype) for t in tensors)
 
 
-def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Norms of what training may write, per device: frozen parameters are as their versions say, and cost no pass."""
-    written = [t for t in tensors if t.is_floating_point() and (t.requires_grad or not isinstance(t, nn.Parameter))]
-    numbers = [t if t.layout is torch.strided else _values(t) for t in written]
+def _norms(tensors: list[Tensor], *, frozen: bool = True) -> tuple[Tensor, ...]:
+    """Norms per device. Those of frozen parameters, which are as their versions say, cost a pass over the network."""
+    if not frozen:
+        tensors = [t for t in tensors if t.requires_grad or not isinstance(t, nn.Parameter)]
+    numbers = [t if t.layout is torch.strided else _values(t) for t in tensors if t.is_floating_point()]
     devices = list(dict.fromkeys([t.device for t in numbers]))
     groups = [numbers] if len(devices) == 1 else [[t for t in numbers if t.device == device] for device in devices]
     with torch.no_grad():

@@ -22,7 +22,6 @@ from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
-from laplace.jacobian.heads import HeadBlock, HeadRows
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.precision import Form, Precision
 
@@ -257,9 +256,9 @@ def noted_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
     """Jacobians and outputs as they are, with the inputs of a head written down."""
     with closing(pieces):
         for jacobian, f in pieces:
-            block = jacobian.blocks[0]
-            if isinstance(block, HeadBlock | HeadRows) and not block.is_bias:
-                seen.append(block.features)
+            inputs = jacobian.blocks[0].inputs_of_head
+            if inputs is not None:
+                seen.append(inputs)
             yield jacobian, f
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
@@ -333,12 +334,15 @@ def _tilt(
     leverages, why_none = tilting.leverages_of(posterior, train_loader)
     if not leverages:
         return None, why_none, []
-    piece, scored = pieces[0], grid.of(pieces[0], sigma)
+    piece, scored, in_order = pieces[0], grid.of(pieces[0], sigma), None
     summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_Batch]()
     for name, x, y in piece.data.batches(posterior, label="calibrate"):
         with named(name):
             batch = _read(scored.parts[0], leverages, x, y)
             counted = _Rows.of(posterior, batch.f, y, batch.positions)
+            if in_order is None and counted.n_data > 1 and batches.can_split(x, counted.n_data):
+                first = batches.select(x, slice(0, 1), counted.n_data)
+                in_order = tilting.are_in_order(posterior, leverages, batch.leverages, first)
         rows.outputs.append(batch.f[counted.index])
         rows.targets.append(counted.y)
         rows.leverages.append(batch.leverages)
@@ -351,6 +355,11 @@ def _tilt(
     n_data = sum(len(part.unique()) for part in rows.inputs)
     if n_data < 2:
         return None, "there are too few data", []
+    if in_order is not None and not bool(in_order.all()):
+        leverages = tuple(one for one, is_known in zip(leverages, in_order.tolist(), strict=True) if is_known)
+        rows.leverages = [part[:, in_order] for part in rows.leverages]
+        if not leverages:
+            return None, "the inputs of layers are not in the order of the data", []
     found = tilting.choose(summaries, leverages, rows, sigma, caution(n_data))
     if isinstance(found, str):
         return None, found, []

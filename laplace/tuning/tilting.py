@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
@@ -97,6 +98,9 @@ class HeldOutRows:
         return sum(f.nbytes for f in self.outputs)
 
 
+_SAME = 0.05
+"""Relative difference of leverages that is rounding, of a network in half precision."""
+
 MOST_BYTES = 2**28
 """Bytes of held-out outputs up to which a width is chosen: they are kept until it is."""
 
@@ -110,6 +114,16 @@ def in_layers(leverages: tuple[Leverage, ...], inputs: dict[str, Tensor], n_rows
         for each in leverages
     ]
     return torch.stack(columns, 1).repeat_interleave(n_rows // n_data, 0)
+
+
+def are_in_order(posterior: Posterior, leverages: tuple[Leverage, ...], read: Tensor, first: Inputs) -> Tensor:
+    """Whether the leverages of a batch, `[R, L]`, begin with those of its first datum alone, `[L]`.
+
+    Not so where a network has its positions before its data, which shapes do not tell: r would be of other data.
+    """
+    rows, inputs = layer_inputs(posterior.problem, first, tuple(each.layer for each in leverages))
+    alone = in_layers(leverages, inputs, len(rows.values))
+    return torch.isclose(read[: len(alone)], alone, rtol=_SAME, atol=0.0, equal_nan=True).all(0)
 
 
 def choose(

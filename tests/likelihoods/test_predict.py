@@ -84,7 +84,7 @@ def test_bernoulli_links() -> None:
     drawn = Bernoulli().predict(mean, covariance, "mc", 50_000, torch.Generator().manual_seed(2))
     assert_close(drawn, exact, "mc", standard_error=error * 2**0.5)
     for link in ("bridge", "bridge_norm", "nonsense"):
-        with pytest.raises(UnsupportedError, match="accepted are 'probit', 'mc'"):
+        with pytest.raises(UnsupportedError, match="accepted are 'probit', 'probit_centred', 'mc'"):
             Bernoulli().predict(mean, covariance, link)
 
 

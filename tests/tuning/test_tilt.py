@@ -161,6 +161,74 @@ def test_samples_are_no_surer_than_the_width_says(width: float) -> None:
     assert_close(la.predictive_samples(x, n_samples=4).mean(0), la(x), "algebra")
 
 
+@pytest.mark.parametrize(
+    ("link", "likelihood", "scale"),
+    [("bridge", "classification", 0.1), ("delta", "classification", 0.1), ("delta", "classification", 0.0),
+     ("delta", "bernoulli", 0.1)],
+)  # fmt: skip
+def test_links_for_narrow_gaussians_have_tempered_logits(link: str, likelihood: str, scale: float) -> None:
+    """A wide Gaussian around stretched logits, the same by probit, is beyond an expansion: it said one class."""
+    la, x = calibrated(fitted("all", "kron", likelihood), 100.0, 3.0, scale), data(N_NEW, 5)[0]
+    _, r = true_distances(la, "all", x)
+    calibration = la.calibration
+    la.calibration = dataclasses.replace(calibration, tilt=None)
+    latent = la.predict(x).latent
+    logits = latent.mean / reference.squared_temperature(r, 100.0, 3.0).sqrt()[:, None]
+    expected = la.likelihood_object.predict(logits, latent.covariance, link)
+    la.calibration = calibration
+    assert_close(la(x, link_approx=link), expected, "algebra")
+    if not scale and link == "delta":
+        assert_close(la(x, link_approx=link), la(x), "algebra")
+    if link == "bridge":
+        alpha = la.predict(x, link_approx=link).distribution("probabilities").concentration
+        assert_close(alpha / alpha.sum(1, keepdim=True), expected, "algebra")
+
+
+@pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")
+def test_candidates_are_scored_by_delta_on_tempered_logits() -> None:
+    """The chosen posterior's held-out score is that of its predictions."""
+    la, (x, y) = fitted("all", "kron"), data(N_VAL, 1)
+    found = la.calibrate([(x, y)], link_approx="delta")
+    scores = -la(x, link_approx="delta")[torch.arange(N_VAL), y].log()
+    assert found.tilt is not None
+    assert found.tilt.width > 0
+    assert_close(scores.mean(), torch.tensor(found.posterior_nll, dtype=torch.float64), "algebra")
+
+
+class PositionsFirst(nn.Module):
+    """A network of sequences `[B, T, d]`, whose layers see the positions of all data, one after the other."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.flat = flat
+        self.inner, self.outer = nn.Linear(WIDTH, 5).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).flatten(0, 1) if self.flat else x.transpose(0, 1)
+        return self.outer(self.inner(rows).tanh().view(x.shape[1], len(x), -1).mean(0))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_layers_whose_inputs_are_not_in_the_order_of_the_data_are_left_out(flat: bool) -> None:
+    """They would make a prediction depend on the batch that an input is in, even of as many data as positions."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 5, WIDTH, dtype=torch.float64) * torch.rand(40, 1, 1).double(), torch.arange(40) % 3
+    la = Laplace(PositionsFirst(flat=flat), "classification", "all", "diag")
+    la.fit([(x[:20], y[:20])])
+    for size in (5, 8):
+        found = la.calibrate([(x[i : i + size], y[i : i + size]) for i in range(20, 40, size)], train_loader=[(x, y)])
+        assert found.tilt is not None
+        assert found.tilt.layers == ("outer",)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_empty_batches_are_refused(structure: str) -> None:
+    """As everywhere, whether or not the inputs of layers are read."""
+    la, (x, y) = fitted("all", structure), data(N_VAL, 1)
+    with pytest.raises(InvalidData, match="validation batch 1: the batch holds no data"):
+        la.calibrate([(x, y), (x[:0], y[:0])])
+
+
 def test_convolutions_have_the_mean_of_their_patches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).double()
@@ -317,11 +385,3 @@ def test_a_width_that_costs_more_than_it_is_worth_is_for_far_inputs_alone(monkey
     ):
         monkeypatch.setattr(search, "WORTH", worth)
         assert bool(la.calibrate(loader).tilt.width) == (worth > with_it.posterior_nll - without.posterior_nll)
-
-
-@pytest.mark.parametrize("structure", ["kron", "diag"])
-def test_empty_batches_are_refused(structure: str) -> None:
-    """As everywhere, whether or not the inputs of layers are read."""
-    la, (x, y) = fitted("all", structure), data(N_VAL, 1)
-    with pytest.raises(InvalidData, match="validation batch 1: the batch holds no data"):
-        la.calibrate([(x, y), (x[:0], y[:0])])
