@@ -120,10 +120,6 @@ class Head(Block):
     is_bias: bool  # True for a bias
 
     @property
-    def inputs_of_head(self) -> Tensor | None:
-        return None if self.is_bias else self.features
-
-    @property
     def device(self) -> torch.device:
         return self.features.device
 
@@ -164,6 +160,10 @@ class HeadBlock(Head):
         return cls(inputs[:, 0, 0], n_outputs)
 
     # Sizes.
+
+    @property
+    def inputs_of_head(self) -> Tensor | None:
+        return None if self.is_bias else self.features
 
     @property
     def dims(self) -> tuple[int, int, int]:
