@@ -142,7 +142,8 @@ class Tunable(ABC):
         What was chosen is a value beside the posterior, `la.calibration`, and saved with it. `la.prior_precision`,
         `la.sigma_noise`, `la.temperature`, the evidence and the weights of a mixture stay what they were;
         `la.calibration = None` undoes it. It is of the posterior at its present hyper-parameters: where one is assigned
-        or tuned, or data are added, it is dropped with a warning.
+        or tuned, or data are added, it is dropped with a warning. In a regression part of the noise becomes a variance
+        of the function: that of an observation is `la(x, observation_noise=True)[1]`, not f_var + la.sigma_noise².
 
         Of a refined posterior the linearised network at the refined mean takes the network's place, and may itself
         predict worse than the network: `la.compare` tells.

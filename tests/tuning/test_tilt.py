@@ -115,6 +115,8 @@ def test_variances(weights: str, structure: str, scale: float) -> None:
     prediction = la.predict(x)
     expected = reference.variance(found.sigma_noise, r, 2.0, 3.0, variances)
     assert_close(prediction.variance, expected.expand(-1, 3), "algebra")
+    observed = la(x, observation_noise=True)[1].diagonal(dim1=1, dim2=2)
+    assert_close(observed, expected.expand(-1, 3), "algebra")
     assert_close(prediction.mean, network()(x).detach(), "algebra")
     assert_close(prediction.sigma_noise, found.sigma_noise / 3**0.5, "algebra")
     low, high = prediction.interval(0.9)
