@@ -93,20 +93,19 @@ class TiltedSamples(SampleSource):
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         source, posterior = self.source, self.source.posterior
-        drawn = source.samples(n, generator)
         rows, r = distances(source, self.tilt)
         rows = rows if source.choice is None else source.choice.picked(rows)
         sigma = posterior.hypers.sigma_noise
         sigma = sigma if source.choice is None else source.choice.noise(sigma)
         likelihood, r = posterior.likelihood, _checked(r)
-        values = self.tilt.mean(likelihood, rows.values, r).expand_as(drawn.values)
+        values = self.tilt.mean(likelihood, rows.values, r).expand(n, *rows.values.shape)
         if not self.alone:
-            values = values + (drawn.values - rows.values)
+            values = values + (source.samples(n, generator).values - rows.values)
         own = self.tilt.variance(likelihood, sigma, r)
         if own is not None:
             noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=values.device)
             values = values + own.sqrt() * noise
-        return OutputRows(values, drawn.positions, drawn.outputs)
+        return OutputRows(values, rows.positions, rows.outputs)
 
 
 def distances(source: LinearisedOutputs | SampledOutputs, tilt: Tilt) -> tuple[OutputRows, Tensor]:

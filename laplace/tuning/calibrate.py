@@ -108,7 +108,7 @@ class _Batch:
 
     def is_of(self, f: Tensor, y: Tensor) -> bool:
         """True if a batch with these outputs and targets is this one, and no other of a loader that shuffles."""
-        return torch.equal(y, self.y) and f.shape == self.f.shape and torch.allclose(f, self.f, 1e-3, 1e-3)
+        return torch.equal(y, self.y) and f.shape == self.f.shape and torch.allclose(f, self.f, 1e-5, 1e-5)
 
 
 def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeftOut | None:
