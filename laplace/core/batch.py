@@ -302,10 +302,10 @@ def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
     if are_graphs(x):
         if x.num_graphs != n:
             return x
-        whole = x.to_data_list()
-        # PyG makes a class of its own for every batch: the oldest base that knows how is `Batch` itself.
-        kind: Any = next(base for base in reversed(type(x).__mro__) if hasattr(base, "from_data_list"))
-        return kind.from_data_list([whole[i] for i in _indices(index, n)])
+        from torch_geometric.data import Batch
+
+        graphs = x.to_data_list()
+        return Batch.from_data_list([graphs[i] for i in _indices(index, n)])
     if not can_split(x, n) or is_graph(x) or (n == 1 and not tensors(x) and not _is_rows(x)):
         if _indices(index, n) == list(range(n)):
             return x

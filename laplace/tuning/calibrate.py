@@ -308,14 +308,17 @@ class _Choice(NamedTuple):
 
 
 def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) -> _Choice:
-    """The candidate of the smallest cautious difference from a network whose score is `nll`."""
+    """The candidate of the smallest cautious difference from a network whose score is `nll`.
+
+    Of several that rounding alone tells apart it is the first in the order of the grid.
+    """
     cautious = differences + n_errors * errors
     cautious = cautious.where(cautious.isfinite(), torch.inf)
-    place = int((cautious <= cautious.min() + _SAME).flatten().nonzero()[0])
-    is_better = cautious.flatten()[place].item() < -LEAST_GAIN
-    _, n_scales, n_noises = differences.shape
-    where = place // (n_scales * n_noises), place // n_noises % n_scales, place % n_noises
-    return _Choice(where, is_better, nll + (differences[where].item() if is_better else 0.0), differences, errors)
+    as_good = cautious <= cautious.min() + _SAME
+    i, j, k = as_good.nonzero()[0].tolist()
+    is_better = cautious[i, j, k].item() < -LEAST_GAIN
+    gain = differences[i, j, k].item() if is_better else 0.0
+    return _Choice((i, j, k), is_better, nll + gain, differences, errors)
 
 
 def _tilt(
