@@ -443,11 +443,10 @@ class ModelState:
     # Types and names of modules, plain values that their attributes hold, hooks too, identities of other objects, and
     # versions of tensors among them; None of a copy, whose objects are others, and under FSDP2
     settings: tuple[Any, ...] | None
-    held: tuple[Tensor, ...] = ()  # Norms of these tensors
 
     @classmethod
-    def of(cls, model: nn.Module, call: object = None, *, frozen: bool = True) -> ModelState:
-        """That of a model now, and of what calls it; without norms of frozen parameters if not `frozen`."""
+    def of(cls, model: nn.Module) -> ModelState:
+        """That of a model now."""
         with model_lock(model):
             modules = modules_of(model)
             known = plain(modules)
@@ -455,23 +454,11 @@ class ModelState:
             whole = _each_once(found.parameters, [module._buffers for module in modules])
             tensors = local_parts(whole)
             if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
-                return cls(_versions(tensors), _norms(tensors, frozen=frozen), None)
-            of_call = _Settings()
-            if call is not None:
-                of_call.add("", call, 0)
-            held = [*found.tensors, *of_call.tensors]
-            settings = (found.entries, of_call.entries, _versions(held))
-            return cls(_versions(tensors), _norms(tensors, frozen=frozen), settings, _norms(held))
-
-    def same_as(self, other: ModelState) -> bool:
-        """True if the settings are equal, and the tensors are the same and were not written to."""
-        if self.versions != other.versions or self.settings != other.settings:
-            return False
-        a, b = (*self.norms, *self.held), (*other.norms, *other.held)
-        return _comparable(a, b) and checks.is_true(_equal(a, b))
+                return cls(_versions(tensors), _norms(tensors), None)
+            return cls(_versions(tensors), _norms(tensors), (found.entries, _versions(found.tensors)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"settings": None, "held": ()}
+        return vars(self) | {"settings": None}
 
 
 class _Settings:
@@ -581,7 +568,7 @@ class Fingerprint:
             if reference is not None:
                 known = {name: digest for name, digest in known.items() if name not in reference.written}
             places = _places(local_parts(_tensors(modules_of(model))))
-            return cls(places, ModelState.of(model, frozen=False), checksums(model), known, reference)
+            return cls(places, ModelState.of(model), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with the present state.
@@ -593,7 +580,7 @@ class Fingerprint:
             ModelChangedWarning: There are no such data, and attributes differ.
         """
         with model_lock(model):
-            now, then = ModelState.of(model, frozen=False), self.state
+            now, then = ModelState.of(model), self.state
             if now.versions == then.versions and _comparable(now.norms, then.norms):
                 checks.require(_equal(now.norms, then.norms), lambda: self._change(model))  # which may be read later
                 now = replace(now, norms=then.norms)
@@ -731,11 +718,10 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
     return tuple((t.device, t.dtype) for t in tensors)
 
 
-def _norms(tensors: list[Tensor], *, frozen: bool = True) -> tuple[Tensor, ...]:
-    """Norms per device. Those of frozen parameters, which are as their versions say, cost a pass over the network."""
-    if not frozen:
-        tensors = [t for t in tensors if t.requires_grad or not isinstance(t, nn.Parameter)]
-    numbers = [t if t.layout is torch.strided else _values(t) for t in tensors if t.is_floating_point()]
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Norms per device; not of frozen parameters, which are as their versions say: a pass over the network more."""
+    read = [t for t in tensors if t.requires_grad or not isinstance(t, nn.Parameter)]
+    numbers = [t if t.layout is torch.strided else _values(t) for t in read if t.is_floating_point()]
     devices = list(dict.fromkeys([t.device for t in numbers]))
     groups = [numbers] if len(devices) == 1 else [[t for t in numbers if t.device == device] for device in devices]
     with torch.no_grad():

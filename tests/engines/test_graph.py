@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 from laplace import Laplace
-from laplace.engines.native import proof_cache
+from laplace.engines.native.proof_cache import Proofs
 from laplace.errors import InvalidData
 from tests.reference import curvature
 from tests.reference.compare import assert_close
@@ -440,7 +440,6 @@ def test_the_curvature_of_the_next_batch(kind: type[nn.Module], structure: str) 
     model = network(kind)
     expected = ggn(model, HIDDEN, SHOWN, HIDDEN)
     for order in ((HIDDEN, SHOWN, HIDDEN), (SHOWN, HIDDEN, HIDDEN)):
-        proof_cache._KNOWN.clear()
         la = fitted(model, structure, *order)
         assert_close(la.H, expected if structure == "full" else expected.diagonal(), "algebra")
 
@@ -457,24 +456,20 @@ def test_kronecker_factors_of_different_forms_are_refused(kind: type[nn.Module])
 
 @pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind not in FORMS])
 def test_kronecker_factors_do_not_depend_on_the_order_of_batches(kind: type[nn.Module]) -> None:
-    found: list[Tensor] = []
-    for order in ((HIDDEN, SHOWN), (SHOWN, HIDDEN)):
-        proof_cache._KNOWN.clear()
-        found.append(fitted(network(kind), "kron", *order).H.to_matrix())
-    assert_close(found[0], found[1], "algebra")
+    orders = ((HIDDEN, SHOWN), (SHOWN, HIDDEN))
+    assert_close(*(fitted(network(kind), "kron", *order).H.to_matrix() for order in orders), "algebra")
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-@pytest.mark.parametrize("engine_of_another", [False, True])
+@pytest.mark.parametrize("proven_anew", [False, True])
 @pytest.mark.turns
-def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str, engine_of_another: bool) -> None:
+def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str, proven_anew: bool) -> None:
     model = network(kind)
     la = fitted(model, structure, SHOWN)
-    proof_cache._KNOWN.clear()
-    if engine_of_another:  # a plan that another object proved
-        fitted(model, "diag", HIDDEN)
     la._posterior.engine._plans.clear()
+    if proven_anew:  # of what is hidden in the fit
+        la._posterior.engine._proofs = Proofs()
     la(HIDDEN)
     for x in (SHOWN, HIDDEN, SHOWN[:2], SHOWN[:1], HIDDEN[:1]):
         assert_variances(la, model, x)
@@ -524,10 +519,7 @@ def test_weights_that_autocast_casts() -> None:
     torch.manual_seed(1)
     model = Cast()
     x, hidden = SHOWN.float(), HIDDEN.float()
-    found: list[Tensor] = []
-    for order in ((hidden, x), (x, hidden)):
-        proof_cache._KNOWN.clear()
-        found.append(fitted(model, "full", *order).H)
+    found = [fitted(model, "full", *order).H for order in ((hidden, x), (x, hidden))]
     expected = ggn(model, hidden, x)
     for actual in found:
         assert (actual - expected).norm() < 0.02 * expected.norm()
@@ -628,7 +620,6 @@ def test_positions_that_see_each_other(where: str, structure: str) -> None:
         inner = curvature.output_hessian(f, "classification", y.flatten())
         expected = expected + torch.einsum("bcp,bcd,bdq->pq", rows, inner, rows)
     for order in ((HIDDEN, SHOWN), (SHOWN, HIDDEN)):
-        proof_cache._KNOWN.clear()
         la: Any = Laplace(model, "classification", "all", structure)
         la.fit([(x, y) for x in order])
         assert_close(la.H, expected if structure == "full" else expected.diagonal(), "algebra")

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.engines.native import proof_cache
 from laplace.errors import CurvatureError
 from tests.core.test_synchronisations import _Reads
 from tests.engines.test_proof_cache import proofs, pytestmark
@@ -112,7 +111,6 @@ def fitted(model: nn.Module, batches: list[Tensor], structure: Any = "diag") -> 
 def with_proofs_of_their_own(model: nn.Module, batches: list[Tensor]) -> Tensor:
     total = torch.zeros(())
     for x in batches:
-        proof_cache._KNOWN.clear()
         total = total + fitted(model, [x]).H
     return total
 
@@ -152,7 +150,6 @@ def test_reads_do_not_grow_with_lengths() -> None:
     model = made(Sounds)
 
     def reads(lengths: list[int]) -> int:
-        proof_cache._KNOWN.clear()
         la, batches = Laplace(model, "classification", "all", "diag"), [data(length) for length in lengths]
         with _Reads() as seen:
             la.fit([(x, torch.arange(len(x)) % 3) for x in batches])

@@ -25,7 +25,7 @@ from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, r
 from laplace.engines.native.graph import Explained
 from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
 from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
-from laplace.engines.native.proof_cache import Proofs, proven_plan
+from laplace.engines.native.proof_cache import Proofs
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
@@ -297,7 +297,7 @@ class NativeEngine(CurvatureEngine):
 
     def _prove(self, problem: Problem, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch. A single sample is proven as a batch of it twice, so that all sizes agree."""
-        prove = partial(proven_plan, problem, own=self._proofs, ladder=ladder)
+        prove = partial(self._proofs.plan, problem, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
             return make_plan(problem, capture, x, ladder=ladder)
         if len(capture.f) > 1:

@@ -1,9 +1,9 @@
-"""A cache of proofs, for later fits of an unchanged network and for batches of other sizes and lengths.
+"""Proofs that an engine keeps, for batches of other sizes and lengths.
 
 A record of a forward pass holds the operations of autograd's graph, with their settings and shapes, and the tensors at
 its leaves. Two passes with the same record differ at most in numbers. The numbers of inputs are no part of a proof
-(`JacobianRule.proven`); those of the network may be (a gate that is zero hides what is behind it), so all tensors and
-attributes of the network must be unchanged.
+(`JacobianRule.proven`); those of the network may be (a gate that is zero hides what is behind it), but do not change
+during the life of an engine. Another fit has another one, and proves once more.
 
 Nor are the numbers of data and positions a part of it, where the same operations read the same results with the same
 settings, and only sizes differ. A rule says which calls use a weight, which the graph of every pass is asked (`holds`),
@@ -18,13 +18,13 @@ other operations.
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from laplace.core import batch as batches
@@ -33,12 +33,9 @@ from laplace.engines.native.forward import Capture, Plan
 from laplace.engines.native.functions import FunctionCall
 from laplace.engines.native.proof import holds, make_plan, sees_batch
 from laplace.engines.native.rules import rule_for
-from laplace.network.apart import original
-from laplace.network.watch import ModelState
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64
-"""Plans of one network."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Name of the nodes of leaf tensors."""
@@ -102,17 +99,27 @@ class _Sizes(list[int]):
 
 
 class Proofs:
-    """Plans of one network, the latest ones, by the records of what they were proven of."""
+    """Plans of an engine, the latest ones, by the records of what they were proven of."""
 
     def __init__(self) -> None:
-        self._plans: list[tuple[bool, _Record, Plan]] = []
+        self._plans: deque[tuple[bool, _Record, Plan]] = deque(maxlen=_MAX_PLANS)
 
-    def add(self, record: _Record, plan: Plan, *, repeated: bool) -> None:
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.pop(0)
-        self._plans.append((repeated, record, plan))
+    def plan(
+        self, problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
+    ) -> Plan | None:
+        """`make_plan`, or the plan of an earlier proof that still holds.
 
-    def find(self, problem: Problem, capture: Capture, record: _Record, *, repeated: bool) -> Plan | None:
+        None without the ladder, where a tensor needs it.
+        """
+        record = _record(problem, capture, x)
+        plan = None if record is None else self._find(problem, capture, record, repeated=repeated)
+        if plan is None:
+            plan = make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
+            if record is not None and plan is not None and all(rule.proven for rule in plan):
+                self._plans.append((repeated, record, plan))
+        return plan
+
+    def _find(self, problem: Problem, capture: Capture, record: _Record, *, repeated: bool) -> Plan | None:
         """A plan that holds for a pass. What is proven of any data is for repeated ones, but not the other way round.
 
         Of a fallback the sizes are a part: it goes through operations that no record shows.
@@ -129,41 +136,6 @@ class Proofs:
         return None
 
 
-class _Known:
-    def __init__(self, state: ModelState) -> None:
-        self.state = state  # Tensors and settings of the network
-        self.proofs = Proofs()
-
-
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-"""Proofs by network, without a reference to it."""
-
-
-def proven_plan(
-    problem: Problem, capture: Capture, x: Inputs, own: Proofs, *, repeated: bool = False, ladder: bool = True
-) -> Plan | None:
-    """`make_plan`, or the plan of an earlier proof that still holds.
-
-    None without the ladder, where a tensor needs it. Its `own` proofs are those of an engine, during whose life the
-    network does not change; those of others hold if it did not.
-    """
-    record = _record(problem, capture, x)
-    if record is None:
-        return make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
-    plan = own.find(problem, capture, record, repeated=repeated)
-    if plan is not None:
-        return plan
-    shared = _known(problem)
-    plan = shared.find(problem, capture, record, repeated=repeated)
-    if plan is None:
-        plan = make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
-        if plan is None or not all(rule.proven for rule in plan):
-            return plan
-        shared.add(record, plan, repeated=repeated)
-    own.add(record, plan, repeated=repeated)
-    return plan
-
-
 def _keeps_data_apart(plan: Plan, capture: Capture) -> bool:
     if len(capture.f) == 1:
         return True
@@ -175,32 +147,17 @@ def _has_fallback(plan: Plan) -> bool:
     return any(rule.fallback is not None for rule in plan)
 
 
-def _known(problem: Problem) -> Proofs:
-    """The proofs of a network, which are dropped if its weights, buffers or settings changed."""
-    module = original(problem.module)
-    now, proofs = ModelState.of(module, problem.forward_fn), _KNOWN.get(module)
-    if proofs is None or not now.same_as(proofs.state):
-        proofs = _KNOWN[module] = _Known(now)
-    return proofs.proofs
-
-
 def _record(problem: Problem, capture: Capture, x: Inputs) -> _Record | None:
     """Everything that a proof depends on; None if that is unknown."""
     if capture.as_it_was is not None:  # a look at the graph would compute activations once more
         return None
     if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
         return None
-    try:
-        called_by = None if problem.forward_fn is None else weakref.ref(problem.forward_fn)
-        hash(called_by)
-    except TypeError:  # what it holds, and hides, may be another
-        return None
     sizes = _Sizes()
     leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
     graph = _graph(capture.f, leaves, sizes)
     if graph is None:
         return None
-    slots = tuple((slot.name, slot.shape) for slot in problem.slots)
     calls = tuple(
         (call.kind, None if isinstance(call.by, FunctionCall) else rule_for(call.by), sizes.out_of(call.x.shape))
         for call in capture.calls
@@ -209,9 +166,8 @@ def _record(problem: Problem, capture: Capture, x: Inputs) -> _Record | None:
         tuple(sizes.out_of(part) if type(part) is tuple else _plain(part) for part in parts)
         for parts in batches.signature(x)
     )
-    network = slots, called_by, problem.head, problem.reduction, problem.dtype, problem.device
     outputs = sizes.out_of(capture.f.shape), sizes.out_of(capture.positions)
-    return _Record((network, inputs, calls, outputs, graph), tuple(sizes), len(capture.f))
+    return _Record((inputs, calls, outputs, graph), tuple(sizes), len(capture.f))
 
 
 def _graph(f: Tensor, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[Hashable, ...] | None:
