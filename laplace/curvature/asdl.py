@@ -7,7 +7,7 @@ some diagonals of convolutions it approximates. Where that would be wrong the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, imported, obstacles_of
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, imported, obstacle_by_row
 from laplace.engines.engine import EngineOptions
 from laplace.engines.native.autograd import differentiable
 from laplace.engines.native.forward import ForwardPass
@@ -67,33 +67,31 @@ class AsdlEngine(PackageEngine):
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "diag": self._diag, "kron": self._kron, "jacobian": self._jacobian}
 
-    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        return obstacles_of(watched, lambda call: asdl_fault(call, primitive))
+    def obstacle(self, primitive: str, watched: ForwardPass) -> str:
+        return obstacle_by_row(watched, lambda call: asdl_fault(call, primitive))
 
     def _full(self, batch: CopiedBatch) -> Tensor:
         columns = self._columns(batch)
         (total,) = self._mean(batch, "full", lambda: [batch.module.fisher.data])  # pyright: ignore
         return self._scale() * total[columns][:, columns]
 
-    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
-        batch.treat_only(chosen)
-        places: list[tuple[Any, str]] = [batch.layer(i) for i in chosen]
-        diagonals = self._mean(batch, "diag", lambda: [getattr(m.fisher.diag, name) for m, name in places])
+    def _diag(self, batch: CopiedBatch) -> list[Tensor]:
         slots = self.problem.slots
-        return {i: self._scale() * slots[i].take(values) for i, values in zip(chosen, diagonals, strict=True)}
+        places: list[tuple[Any, str]] = [batch.layer(i) for i in range(len(slots))]
+        diagonals = self._mean(batch, "diag", lambda: [getattr(m.fisher.diag, name) for m, name in places])
+        return [self._scale() * slot.take(values) for slot, values in zip(slots, diagonals, strict=True)]
 
-    def _kron(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, LayerFactors]:
-        batch.treat_only(chosen)
-        layers: list[Any] = [batch.layer(i)[0] for i in chosen]
-        sides = self._mean(batch, "kron", lambda: [f for m in layers for f in (m.fisher.kron.A, m.fisher.kron.B)])
-        factors: dict[int, LayerFactors] = {}
-        for i, layer, a, b in zip(chosen, layers, sides[::2], sides[1::2], strict=True):
+    def _kron(self, batch: CopiedBatch) -> list[LayerFactors]:
+        places: list[tuple[Any, str]] = [batch.layer(i) for i in range(len(self.problem.slots))]
+        sides = self._mean(batch, "kron", lambda: [f for m, _ in places for f in (m.fisher.kron.A, m.fisher.kron.B)])
+        factors: list[LayerFactors] = []
+        for i, ((layer, name), a, b) in enumerate(zip(places, sides[::2], sides[1::2], strict=True)):
             shape = batch.input_shape(i)
             convolution = isinstance(layer, nn.Conv2d)
             shared = batch.call(i).shape[2:].numel() if convolution else shape[1:-1].numel()
             # ASDL's input side is a sum over the data, of means over the positions of a convolution's output.
-            total = None if batch.layer(i)[1] == "bias" else a * (shared if convolution else 1)
-            factors[i] = LayerFactors(self._scale() * b, total, shape[0] * shared)
+            total = None if name == "bias" else a * (shared if convolution else 1)
+            factors.append(LayerFactors(self._scale() * b, total, shape[0] * shared))
         return factors
 
     def _jacobian(self, batch: CopiedBatch) -> Tensor:
@@ -191,8 +189,8 @@ class AsdlHessianEngine(PackageEngine):
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full}
 
-    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        return {}
+    def obstacle(self, primitive: str, watched: ForwardPass) -> str:
+        return ""
 
     def _full(self, batch: CopiedBatch) -> Tensor:
         maker = self.api.hessian.HessianMaker(batch.module, self.api.hessian.HessianConfig(hessian_shapes=["full"]))

@@ -24,7 +24,7 @@ from laplace.core.batch import Inputs
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import SAMPLED_BY_PACKAGE, CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, imported, obstacles_of
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, imported, obstacle_by_row
 from laplace.engines.engine import Groups
 from laplace.engines.native.forward import ForwardPass
 from laplace.engines.native.functions import LayerCall
@@ -185,8 +185,8 @@ class BackPackEngine(PackageEngine):
 
     package, install, load = "backpack", INSTALL, staticmethod(_backpack)
 
-    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        return obstacles_of(watched, lambda call: layer_fault(call, factored=primitive == "kron"))
+    def obstacle(self, primitive: str, watched: ForwardPass) -> str:
+        return obstacle_by_row(watched, lambda call: layer_fault(call, factored=primitive == "kron"))
 
     @abstractmethod
     def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
@@ -242,33 +242,30 @@ class BackPackGGNEngine(BackPackEngine):
 
     def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         """Grams of the propagated root V, `[K, B, p]` of every tensor."""
-        roots = self._propagated(batch, range(len(batch.tensors)), "SqrtGGN", CHAIN)
+        roots = self._propagated(batch, "SqrtGGN", CHAIN)
         flat = [slot.take_rows(root.flatten(0, 1)) for slot, root in zip(self.problem.slots, roots, strict=True)]
         return [self.factor * gram(torch.cat([flat[i] for i in group], 1)) for group in groups]
 
-    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
-        diagonals = self._propagated(batch, chosen, "DiagGGN", CHAIN)
-        return {i: self.factor * self.problem.slots[i].take(v) for i, v in zip(chosen, diagonals, strict=True)}
+    def _diag(self, batch: CopiedBatch) -> list[Tensor]:
+        diagonals = self._propagated(batch, "DiagGGN", CHAIN)
+        return [self.factor * slot.take(v) for slot, v in zip(self.problem.slots, diagonals, strict=True)]
 
-    def _kron(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, LayerFactors]:
-        sides = self._propagated(batch, chosen, "KFAC" if self.options.stochastic else "KFLR", FACTORED)
-        factors: dict[int, LayerFactors] = {}
-        for i, (output, *inputs) in zip(chosen, sides, strict=True):
-            n_data = len(batch.y)  # BackPACK's input side is a mean over the data
-            factors[i] = LayerFactors(self.factor * output, n_data * inputs[0] if inputs else None, n_data)
-        return factors
+    def _kron(self, batch: CopiedBatch) -> list[LayerFactors]:
+        sides = self._propagated(batch, "KFAC" if self.options.stochastic else "KFLR", FACTORED)
+        n_data = len(batch.y)  # BackPACK's input side is a mean over the data
+        return [
+            LayerFactors(self.factor * output, n_data * inputs[0] if inputs else None, n_data)
+            for output, *inputs in sides
+        ]
 
-    def _propagated(
-        self, batch: CopiedBatch, chosen: Sequence[int], quantity: str, known: frozenset[type[nn.Module]]
-    ) -> list[Any]:
-        """Values of a second-order extension for some tensors, in one backward pass."""
+    def _propagated(self, batch: CopiedBatch, quantity: str, known: frozenset[type[nn.Module]]) -> list[Any]:
+        """Values of a second-order extension for all tensors, in one backward pass."""
         loss = hessian_known(self.loss, batch.watched.f.shape[1])
-        batch.treat_only(chosen)
-        modules, x = chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen], known)
+        modules, x = chain_from(batch.module, batch.x, batch.tensors, known)
         extension = self._extension(quantity)
         with self._extended([*modules, loss]), self.api.backpack(extension):
             loss(nn.Sequential(*modules)(x), batch.y).backward()
-        return [getattr(batch.tensors[i], extension.savefield) for i in chosen]
+        return [getattr(tensor, extension.savefield) for tensor in batch.tensors]
 
     def _extension(self, quantity: str) -> Any:
         """An extension; its draws come from the global state, which is seeded anew and restored."""
@@ -297,11 +294,10 @@ class BackPackEFEngine(BackPackEngine):
         # The factor of the loss is a factor of every gradient, so that the Fisher has its square.
         return [self.factor**2 * gram(torch.cat([gradients[i] for i in group], 1)) for group in groups]
 
-    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
-        batch.treat_only(chosen)
+    def _diag(self, batch: CopiedBatch) -> list[Tensor]:
         self._backward(batch, self.api.extensions.SumGradSquared())
-        sums = [batch.tensors[i].sum_grad_squared for i in chosen]  # pyright: ignore[reportAttributeAccessIssue]
-        return {i: self.factor**2 * self.problem.slots[i].take(v) for i, v in zip(chosen, sums, strict=True)}
+        sums = [tensor.sum_grad_squared for tensor in batch.tensors]  # pyright: ignore[reportAttributeAccessIssue]
+        return [self.factor**2 * slot.take(v) for slot, v in zip(self.problem.slots, sums, strict=True)]
 
     def _backward(self, batch: CopiedBatch, extension: Any) -> None:
         with self._extended(_layers(batch)), self.api.backpack(extension):

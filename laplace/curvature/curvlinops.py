@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, Reasons, without_one_use
+from laplace.curvature.packages import CopiedBatch, LayerFactors, PackageEngine, layer_obstacle
 from laplace.engines.engine import EngineOptions, Groups
 from laplace.engines.native.forward import ForwardPass
+from laplace.engines.native.functions import LayerCall
 from laplace.engines.native.kinds import EFEngine, GGNEngine, HessianEngine
 from laplace.engines.native.proof import close
 from laplace.engines.native.rules import BatchAxis
@@ -62,19 +63,13 @@ class CurvlinopsEngine(PackageEngine):
         """True if operators take tensors, as they do from version 3 on."""
         return hasattr(self.api.KFACLinearOperator, "compute_kronecker_factors")
 
-    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+    def obstacle(self, primitive: str, watched: ForwardPass) -> str:
         if primitive != "kron":
-            return {}
-        reasons = without_one_use(watched)
-        for i in range(len(watched.plan)):
-            if i not in reasons and (reason := self._fault(watched, i)):
-                reasons[i] = reason
-        return reasons
+            return ""
+        return layer_obstacle(watched, lambda call, axis: self._fault(call, axis, watched.n_data))
 
-    def _fault(self, watched: ForwardPass, slot: int) -> str:
-        """The reason why factors of a tensor with one use are missing or wrong in curvlinops; empty if they are not."""
-        use = watched.plan[slot].uses[0]
-        call = watched.capture.calls[use.call]
+    def _fault(self, call: LayerCall, axis: BatchAxis, n_data: int) -> str:
+        """The reason why factors of a layer are missing or wrong in curvlinops; empty if they are not."""
         layer, x = call.module, call.x
         if type(layer) not in (nn.Linear, nn.Conv2d):
             return f"no Kronecker factors of {type(layer).__name__}"
@@ -87,7 +82,7 @@ class CurvlinopsEngine(PackageEngine):
             if layer.padding == "same" and any(d * (k - 1) % 2 for k, d in sizes):
                 return "unequal padding"
         reduce = self.options.kfac_approx == "reduce"
-        if reduce and (use.axis is not BatchAxis.LEADING or len(x) != watched.n_data):
+        if reduce and (axis is not BatchAxis.LEADING or len(x) != n_data):
             return "positions are averaged over another dimension than the data's"
         has_no_batch = x.ndim != 4 if isinstance(layer, nn.Conv2d) else x.ndim < 2
         return "inputs without a batch dimension" if has_no_batch else ""
@@ -166,16 +161,16 @@ class CurvlinopsEngine(PackageEngine):
 
     # Kronecker factors.
 
-    def _kron(self, batch: CopiedBatch, slots: Sequence[int]) -> dict[int, LayerFactors]:
+    def _kron(self, batch: CopiedBatch) -> list[LayerFactors]:
         kfac = self._operator(
-            "KFACLinearOperator", batch, [batch.tensors[i] for i in slots], fisher_type=self.fisher_type,
+            "KFACLinearOperator", batch, batch.tensors, fisher_type=self.fisher_type,
             kfac_approx=self.options.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
             **self._drawn(),
         )  # fmt: skip
         # Once: a second call would add to the first.
         (kfac.compute_kronecker_factors if self._of_tensors else kfac._compute_kfac)()
         names = {module: name for name, module in batch.module.named_modules()}
-        return {i: self._layer_factors(batch, i, kfac, names) for i in slots}
+        return [self._layer_factors(batch, i, kfac, names) for i in range(len(batch.tensors))]
 
     def _layer_factors(self, batch: CopiedBatch, slot: int, kfac: Any, names: Mapping[nn.Module, str]) -> LayerFactors:
         call = batch.call(slot)

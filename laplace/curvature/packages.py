@@ -1,8 +1,8 @@
-"""Base of engines by other packages; what a package cannot compute, the native engine does.
+"""Base of engines by other packages; a batch that a package cannot compute, the native engine does.
 
-A table of every package says, before anything is computed, for which tensors of a batch it has a quantity and for which
-it has none, or a wrong one; those are *routed*: the native engine computes them, and `coverage()` says so with the
-reason. Nothing is refused that a route gives.
+Before anything is computed a table of every package says of a batch if there is a tensor for which the package has no
+such quantity, or a wrong one. Then the batch is *routed*: the native engine computes all of it, and `coverage()` says
+so with the reason. Nothing is refused that a route gives.
 
 A package may leave hooks, attributes and gradients on modules, so it never sees the user's. A copy is made for every
 batch, is thrown away after it, and must give the outputs and derivatives of the network: a copy of a module that reads
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,14 +27,14 @@ from laplace.core.checks import numbers_are_known
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.core.positions import OutputChoice
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
-from laplace.engines.kron_parts import Factor, KronBlock
+from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.native.autograd import BackwardPasses, without_cudnn
 from laplace.engines.native.forward import ForwardPass, record
 from laplace.engines.native.functions import FunctionCall, LayerCall
 from laplace.engines.native.kinds import HessianEngine, OuterEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
-from laplace.engines.sinks import BlockSink, DiagSink, KronSink, ProductSink, Sink
+from laplace.engines.sinks import BlockSink, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, InstallationWarning, MissingDependency, ignore, warn
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
@@ -69,11 +69,6 @@ class CopiedBatch:
     def layer(self, slot: int) -> tuple[nn.Module, str]:
         """The copied layer of a tensor with one use, and the tensor's attribute there."""
         return self.copies[self.call(slot).module], self.watched.plan[slot].uses[0].attribute
-
-    def treat_only(self, slots: Collection[int]) -> None:
-        """Freezes the other tensors, so that layers that a package cannot differentiate do not stop it."""
-        for i, tensor in enumerate(self.tensors):
-            tensor.requires_grad_(i in slots)
 
 
 def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
@@ -158,12 +153,6 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
     return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, gradients, strict=True))
 
 
-Reasons = dict[int, str]
-"""Reasons why tensors, by index, are left to the native engine."""
-
-_WHOLE = ("full", "blocks", "matmul", "jacobian")
-"""Quantities of all tensors together: if one tensor is left to the native engine, all are."""
-
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """Errors that packages raise for a network that they cannot differentiate."""
 
@@ -178,7 +167,7 @@ class LayerFactors:
 
 
 class PackageEngine(CurvatureEngine):
-    """Computes by a package what it computes correctly, and the rest by the native engine of the same kind."""
+    """Computes by a package the batches of which it is right, and others by the native engine of the same kind."""
 
     package: str  # Its name
     install: str  # The command that brings it
@@ -193,7 +182,7 @@ class PackageEngine(CurvatureEngine):
         self.kind = self.native.kind
         self.generator = self.native.generator if options.stochastic else None
         self.loss, self.factor = likelihood.torch_loss()
-        self._reasons: Reasons = {}
+        self._reason: str | None = None  # why a batch was native, empty if none was; None before the first
 
     @classmethod
     def make(cls, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> CurvatureEngine:
@@ -213,15 +202,14 @@ class PackageEngine(CurvatureEngine):
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         """Functions of a `CopiedBatch` by primitive.
 
-        `full`: `[P, P]`; `diag`: `[p]` for every tensor asked for, by index; `kron`: `LayerFactors` likewise;
-        `blocks(batch, groups)`: `[p, p]` each; `matmul(batch, vectors)`: `[R, P]`; `jacobian`: `[B, C, P]`.
-        `diag` and `kron` get the indices of the tensors asked for as their second argument. All are of the unit
-        negative log likelihood.
+        `full`: `[P, P]`; `diag`: `[p]` of every tensor; `kron`: `LayerFactors` likewise; `blocks(batch, groups)`:
+        `[p, p]` each; `matmul(batch, vectors)`: `[R, P]`; `jacobian`: `[B, C, P]`. All are of the unit negative log
+        likelihood.
         """
 
     @abstractmethod
-    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        """Reasons why tensors of a captured batch are left to the native engine."""
+    def obstacle(self, primitive: str, watched: ForwardPass) -> str:
+        """The reason why a captured batch is left to the native engine; empty if it is not."""
 
     def accumulate(self, x: Inputs, y: Tensor, sink: Sink) -> BatchSummary:
         if len(sink.parts) > 1:
@@ -230,46 +218,45 @@ class PackageEngine(CurvatureEngine):
         if isinstance(sink, DiagSink) and sink.bases is not None:
             return self.native.accumulate(x, y, sink)
         if sink.quantity not in self.computes():
-            self._note(self._everything(f"it has no {sink.quantity}"))
+            self._note(f"it has no {sink.quantity}")
             return self.native.accumulate(x, y, sink)
         watched, targets = self._watch(x, y)
         refuse_gaps(targets.y, f"backend={self.name}")
         arguments = (sink.vectors[0],) if isinstance(sink, ProductSink) else ()
         arguments = (sink.groups,) if sink.quantity == "blocks" else arguments
-        values, reasons = self._computed(sink.quantity, watched, targets.y, *arguments)
-        self._note(reasons)
-        if values is None:
+        values, reason = self._computed(sink.quantity, watched, targets.y, *arguments)
+        self._note(reason)
+        if reason:
             return self.native.accumulate(x, y, sink)
         if isinstance(sink, ProductSink):
             sink.put(values.unsqueeze(0).to(sink.vectors))
         elif isinstance(sink, BlockSink):
             blocks = [values] if sink.quantity == "full" else values
             sink.put([block.to(self.dtype).unsqueeze(0) for block in blocks])
-        elif isinstance(self.native, OuterEngine):
-            self.native.add(watched, targets, sink, only=[i for i, reason in reasons.items() if reason])
-            origins = first_of_use(watched.plan)
-            for i, own in values.items():
-                if isinstance(sink, KronSink):
-                    self._put_factors(sink, i, origins[i], own)
-                elif isinstance(sink, DiagSink):
-                    sink.put_tensor(i, own.to(self.dtype))
+        elif isinstance(sink, DiagSink):
+            sink.put(torch.cat(values).to(self.dtype).unsqueeze(0))
+        else:
+            sink.put(self._kron_parts(values, first_of_use(watched.plan)))
         return self.native.summary(watched.f, targets)
 
-    def _put_factors(self, sink: KronSink, slot: int, origin: int, layer: LayerFactors) -> None:
-        """Factors of a tensor, restricted to the random entries, under the keys of the native engine."""
-        picked, output, inputs = self.problem.slots[slot].selection, layer.output, layer.inputs
-        if picked is not None:
-            output = _square(output, picked.rows)
-            inputs = None if inputs is None else _square(inputs, picked.cols)
-        out = f"out:{origin}" if picked is None else f"own:{slot}"
-        count = torch.tensor(float(layer.positions), dtype=self.dtype, device=output.device)
-        factors: dict[str, Factor] = {out: output.to(self.dtype)[None, None], f"positions:{slot}": count}
-        if inputs is not None:
-            factors[f"in:{slot}"] = inputs.to(self.dtype).unsqueeze(0)
-        sink.put_block(slot, KronBlock(
-            "kron", self.problem.slots[slot].size, out, None if inputs is None else f"in:{slot}", f"positions:{slot}",
-            index=None if picked is None else picked.index,
-        ), factors)  # fmt: skip
+    def _kron_parts(self, layers: Sequence[LayerFactors], origins: Sequence[int]) -> KronParts:
+        """Factors of all tensors, restricted to the random entries, under the keys of the native engine."""
+        factors: dict[str, Tensor] = {}
+        blocks: list[KronBlock] = []
+        for i, (slot, layer) in enumerate(zip(self.problem.slots, layers, strict=True)):
+            picked, output, inputs = slot.selection, layer.output, layer.inputs
+            if picked is not None:
+                output = _square(output, picked.rows)
+                inputs = None if inputs is None else _square(inputs, picked.cols)
+            left = f"out:{origins[i]}" if picked is None else f"own:{i}"
+            right, positions = None if inputs is None else f"in:{i}", f"positions:{i}"
+            factors[left] = output.to(self.dtype)[None, None]
+            factors[positions] = torch.tensor(float(layer.positions), dtype=self.dtype, device=output.device)
+            if inputs is not None:
+                factors[f"in:{i}"] = inputs.to(self.dtype).unsqueeze(0)
+            index = None if picked is None else picked.index
+            blocks.append(KronBlock("kron", slot.size, left, right, positions, index=index))
+        return KronParts(factors, tuple(blocks))
 
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
@@ -301,23 +288,19 @@ class PackageEngine(CurvatureEngine):
                 yield Jacobian.from_dense(values.to(self.dtype), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
-        known, names = self.native.coverage(), [slot.name for slot in self.problem.slots]
-        return {
-            names[i]: f"{known.get(names[i], 'native')}, not {self.package} ({reason})" if reason else self.package
-            for i, reason in self._reasons.items()
-        }
+        names, known = [slot.name for slot in self.problem.slots], self.native.coverage()
+        if not self._reason:
+            return {} if self._reason is None else dict.fromkeys(names, self.package)
+        return {name: f"{known.get(name, 'native')}, not {self.package} ({self._reason})" for name in names}
 
-    # The package's part of a batch.
+    def _note(self, reason: str) -> None:
+        """Remembers for `coverage` why a batch was native, the first time."""
+        self._reason = self._reason or reason
 
-    def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
-        """Values of the package, or None, and for every tensor the reason why it is left out (empty if it is not)."""
-        common = self._common_obstacle(watched, y)
-        reasons = self.obstacles(primitive, watched) if common is None else self._everything(common)
-        if reasons and primitive in _WHOLE:
-            reasons = self._everything(next(iter(reasons.values()))) | reasons
-        own = [i for i in range(len(self.problem.slots)) if i not in reasons]
-        if not own:
-            return None, reasons
+    def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, str]:
+        """Values of the package, or None, and the reason why the batch is native, empty if it is not."""
+        if reason := self._common_obstacle(watched, y) or self.obstacle(primitive, watched):
+            return None, reason
         ignore(*_OF_PACKAGES)
         try:
             with (
@@ -328,15 +311,11 @@ class PackageEngine(CurvatureEngine):
             ):
                 classes = None if y is None else classes_of(y, self.likelihood)  # packages read no soft labels
                 batch = copied_batch(watched, watched.f if y is None else y if classes is None else classes)
-                values = self.computes()[primitive](batch, *(arguments if primitive in _WHOLE else (own,)))
+                return self.computes()[primitive](batch, *arguments), ""
         except _FAILURES as error:
             if ran_out(error):
                 raise
-            return None, self._everything(_first_line(error))
-        return values, dict(sorted((reasons | dict.fromkeys(own, "")).items()))
-
-    def _everything(self, reason: str) -> Reasons:
-        return dict.fromkeys(range(len(self.problem.slots)), reason)
+            return None, _first_line(error)
 
     def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Observed]:
         """A captured pass of the network itself, with checked targets."""
@@ -348,8 +327,8 @@ class PackageEngine(CurvatureEngine):
         watched = ForwardPass(problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)
 
-    def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
-        """The reason why no package can compute this batch, or None."""
+    def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str:
+        """The reason why no package can compute this batch; empty if there is none."""
         if watched.positions:
             return "outputs with positions"
         ignored = self.likelihood.ignore_index
@@ -362,11 +341,7 @@ class PackageEngine(CurvatureEngine):
             return "soft labels"
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             return "tensors of several dtypes or devices"
-        return "half precision" if tensors[0].dtype.itemsize < torch.float32.itemsize else None
-
-    def _note(self, reasons: Reasons) -> None:
-        """Remembers for `coverage` what was left to the native engine in any batch."""
-        self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
+        return "half precision" if tensors[0].dtype.itemsize < torch.float32.itemsize else ""
 
 
 _OF_PACKAGES = (
@@ -394,31 +369,30 @@ def imported(load: Callable[[], ModuleType], name: str, install: str) -> ModuleT
         raise MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}") from error
 
 
-def without_one_use(watched: ForwardPass) -> Reasons:
-    """Tensors that are not explained by one use of one layer."""
-    reasons: Reasons = {}
-    for i, rule in enumerate(watched.plan):
+def layer_obstacle(watched: ForwardPass, fault: Callable[[LayerCall, BatchAxis], str]) -> str:
+    """The first tensor that is not explained by one use of one layer without a fault; empty if there is none."""
+    for slot, rule in zip(watched.problem.slots, watched.plan, strict=True):
+        call = watched.capture.calls[rule.uses[0].call] if len(rule.uses) == 1 else None
         if rule.description == "unused":
-            reasons[i] = "the batch does not use it"
-        elif len(rule.uses) > 1:
-            reasons[i] = "several uses"
-        elif not rule.uses or isinstance(watched.capture.calls[rule.uses[0].call].by, FunctionCall):
-            reasons[i] = "no layer rule"
-    return reasons
+            reason = "the batch does not use it"
+        elif call is None:
+            reason = "several uses" if rule.uses else "no layer rule"
+        else:
+            reason = "no layer rule" if isinstance(call.by, FunctionCall) else fault(call, rule.uses[0].axis)
+        if reason:
+            return f"{slot.name}: {reason}"
+    return ""
 
 
-def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
-    """Reasons to leave tensors out: not one use of one layer, samples in another dimension, or a fault of the layer."""
-    reasons = without_one_use(watched)
-    for i, rule in enumerate(watched.plan):
-        if i in reasons:
-            continue
-        call = watched.capture.calls[rule.uses[0].call]
-        if rule.uses[0].axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
-            reasons[i] = "the data are not in the first dimension of a layer's inputs"
-        elif reason := fault(call):
-            reasons[i] = reason
-    return reasons
+def obstacle_by_row(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> str:
+    """The same of a package that takes the first dimension of a layer's inputs for the data."""
+
+    def of_rows(call: LayerCall, axis: BatchAxis) -> str:
+        if axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
+            return "the data are not in the first dimension of a layer's inputs"
+        return fault(call)
+
+    return layer_obstacle(watched, of_rows)
 
 
 def _square(matrix: Tensor, index: Tensor | None) -> Tensor:

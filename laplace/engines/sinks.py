@@ -183,10 +183,6 @@ class DiagSink(Sink):
     def put(self, values: Tensor) -> None:
         self._values = values if self._values is None else self._values.add_(values)
 
-    def put_tensor(self, slot: int, values: Tensor) -> None:
-        """Adds the diagonal of one tensor, `[p]`."""
-        self.values[:, self._slices[slot]] += values
-
     def put_matrix(self, matrix: Tensor, layout: Layout, name: str) -> None:
         if self.bases is not None:
             super().put_matrix(matrix, layout, name)

@@ -76,9 +76,7 @@ def test_every_layer_is_computed_rightly_by_whom_the_table_says(name: str) -> No
             _, values = getattr(engine, primitive)(case.x, case.y)
             kept = expected if primitive == "full" else expected.diagonal()
             assert_close(values[0], kept, "backend", label=f"{primitive} of {backend.__name__}")
-            assert ("backpack" in owner(engine)) == owned or primitive == "diag", engine.coverage()
-            if owned:
-                assert owner(engine) == {"backpack"}, engine.coverage()
+            assert owner(engine) == ({"backpack"} if owned else {"native"}), engine.coverage()
         assert_close(dense_jacobian(engine, case.x), known.jacobian, "backend", label="Jacobian")
 
 
@@ -149,8 +147,7 @@ def test_convolutions_have_the_kronecker_factors_of_the_one_convention() -> None
     for own, other in zip(parts.kfacs(), native.kfacs(), strict=True):
         for a, b in zip(own, other, strict=True):
             assert_close(a, b, "backend")
-    words = engine.coverage()
-    assert "KFAC-expand" in words["0.weight"] and words["3.weight"] == words["3.bias"] == "backpack"
+    assert all("not backpack (0.weight: " in words and "KFAC-expand" in words for words in engine.coverage().values())
 
 
 @pytest.mark.parametrize("primitive", ["full", "diag", "kron"])

@@ -8,7 +8,7 @@ estimate, gradients of the loss the empirical Fisher. The exact Hessian comes by
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -215,7 +215,7 @@ class OuterEngine(NativeEngine):
         n_positions = batch.capture.n_positions if batch.positions else 1
         return self.summary(batch.f, targets), OutputCurvature(hessian, n_positions)
 
-    def add(self, batch: ForwardPass, targets: Observed, sink: Sink, only: Sequence[int] | None = None) -> None:
+    def add(self, batch: ForwardPass, targets: Observed, sink: Sink) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of other tensors by chunks of cotangents.
 
         Of outputs with positions, rows are the data of tensors that allow it (`JacobianRule.by_row`), and ignored ones
@@ -226,10 +226,7 @@ class OuterEngine(NativeEngine):
             lambda: self._sources(batch, targets),
         )  # fmt: skip
         sink.begin(form)
-        wanted = range(len(batch.plan)) if only is None else only
-        if not wanted:
-            return
-        heads, groups = sink.heads({i: head for i, head in batch.heads.items() if i in wanted}), sink.groups
+        heads, groups = sink.heads(batch.heads), sink.groups
         counted = self._counted(batch, targets)
         f = batch.f if counted is None else batch.f[counted]
         hessian = self.output_hessian(f, targets.at(counted))
@@ -237,7 +234,7 @@ class OuterEngine(NativeEngine):
             heads = {}
         elif heads:
             sink.add_head(heads if counted is None else {i: head.at(counted) for i, head in heads.items()}, hessian)
-        rest = [i for i in wanted if i not in heads]
+        rest = [i for i in range(len(batch.plan)) if i not in heads]
         if not rest:
             return
         columns = self.cotangents(batch.f, targets, hessian if counted is None else None)
