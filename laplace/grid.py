@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import product
 from threading import RLock
@@ -53,7 +53,7 @@ from laplace.weights import WEIGHTS, Weights
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
 
-__all__ = ["ARGUMENTS", "ROWS", "Laplace", "Row", "class_of", "classes", "families", "from_names"]
+__all__ = ["ROWS", "Laplace", "Row", "class_of", "classes", "families", "from_names"]
 
 P = ParamSpec("P")
 _MAKING = RLock()
@@ -61,78 +61,154 @@ _MAKING = RLock()
 
 # Constructors, which differ in the order of their arguments. It is what users' code and tools rely on.
 
-_TYPES = (Backend, DampingForm, FeatureReductionName, ForwardFn, Inputs, Literal, Options, Tensor)
-"""What the annotations below speak of."""
 
-ARGUMENTS: dict[str, str] = {
-    name: f"{parameter.annotation} = {parameter.default!r}"
-    for name, parameter in list(inspect.signature(parametric.BaseLaplace.__init__).parameters.items())[3:]
-} | {
-    "feature_reduction": "FeatureReductionName | None = None",
-    "last_layer_name": "str | None = None",
-    "subnetwork_indices": "Tensor",
-    "damping": "DampingForm = False",
-    "n_subset": "int",
-    "independent_outputs": "bool = False",
-    "selection": 'Literal["random", "top", "leverage"] = "random"',
-    "prior_factor": "float | None = None",
-    "subsample_size": "int",
-    "n_eigenvalues": "int",
-    "inducing_locations": 'Inputs | Literal["random", "kmeans"]',
-    "num_inducing": "int | None = None",
-    "inducing_classes": "Tensor | None = None",
-    "seed": "int = 0",
-    "alpha": "float = 1.0",
-    "mc_softmax_samples": "int = 0",
-}
-"""Type and default of every argument after model and likelihood."""
+class _Constructors:
+    """Constructors by the name of the weights, and by that of the structure or family and of the weights.
 
-_HYPER = "sigma_noise prior_precision prior_mean temperature"
-_KEYS = "dict_key_x dict_key_y"
-_COMMON = f"{_HYPER} enable_backprop {_KEYS} backend"
-_HEAD = f"{_HYPER} enable_backprop feature_reduction {_KEYS}"
-_LAST = f"{_HEAD} backend last_layer_name"
-_LAST_GP = f"{_HEAD} last_layer_name backend"
-_TAIL = "backend_kwargs asdl_fisher_kwargs"
-_STRUCTURE = "forward_fn structure_kwargs channel_dim"
-
-
-def _constructor(order: str) -> Callable[..., None]:
-    """A constructor with arguments in an order: those after `*` by name alone, with another default after `=`.
-
-    It is compiled, as those of dataclasses are: tools read the names of the arguments off the code object.
+    Tools read the names of the arguments off the code object, among which there must be no other local.
     """
-    names = [word if word == "*" else _argument(word) for word in order.split()]
-    given = ", ".join(["self", "model: nn.Module", "likelihood: Likelihood | LikelihoodName", *names])
-    made: dict[str, Any] = {}
-    exec(f"def __init__({given}) -> None:\n    self._construct(locals())\n", globals(), made)
-    return made["__init__"]
+
+    _construct: Callable[[Mapping[str, Any]], None]
+
+    def last_layer(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, feature_reduction: FeatureReductionName | None = None,
+        dict_key_x: str = "input_ids", dict_key_y: str = "labels", backend: Backend = None,
+        last_layer_name: str | None = None, backend_kwargs: Options = None, asdl_fisher_kwargs: Options = None, *,
+        forward_fn: ForwardFn | None = None, structure_kwargs: Options = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def subnetwork(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, subnetwork_indices: Tensor,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, backend: Backend = None, backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None, *, enable_backprop: bool = False, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", damping: DampingForm = False, forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def full_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, dict_key_x: str = "input_ids", dict_key_y: str = "labels",
+        backend: Backend = None, backend_kwargs: Options = None, *, forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def kron_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, dict_key_x: str = "input_ids", dict_key_y: str = "labels",
+        backend: Backend = None, damping: DampingForm = False, backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None, *, forward_fn: ForwardFn | None = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def kron_last_layer(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, feature_reduction: FeatureReductionName | None = None,
+        dict_key_x: str = "input_ids", dict_key_y: str = "labels", backend: Backend = None,
+        last_layer_name: str | None = None, damping: DampingForm = False, backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None, *, forward_fn: ForwardFn | None = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def lowrank_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, backend: Backend = None,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, enable_backprop: bool = False, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", backend_kwargs: Options = None, *, forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None, channel_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def sod_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, n_subset: int,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, enable_backprop: bool = False, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", backend: Backend = None, backend_kwargs: Options = None,
+        independent_outputs: bool = False, seed: int = 0, *, selection: Literal["random", "top", "leverage"] = "random",
+        prior_factor: float | None = None, forward_fn: ForwardFn | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def sod_last_layer(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, n_subset: int,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, enable_backprop: bool = False,
+        feature_reduction: FeatureReductionName | None = None, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", last_layer_name: str | None = None, backend: Backend = None,
+        backend_kwargs: Options = None, independent_outputs: bool = False, seed: int = 0, *,
+        selection: Literal["random", "top", "leverage"] = "random", prior_factor: float | None = None,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def nystrom_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, subsample_size: int, n_eigenvalues: int,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, enable_backprop: bool = False, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", backend: Backend = None, backend_kwargs: Options = None, seed: int = 1234, *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def nystrom_last_layer(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName, subsample_size: int, n_eigenvalues: int,
+        sigma_noise: float | Tensor = 1.0, prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0, enable_backprop: bool = False,
+        feature_reduction: FeatureReductionName | None = None, dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels", last_layer_name: str | None = None, backend: Backend = None,
+        backend_kwargs: Options = None, seed: int = 1234, *, forward_fn: ForwardFn | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def variational_all(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName,
+        inducing_locations: Inputs | Literal["random", "kmeans"], num_inducing: int | None = None,
+        inducing_classes: Tensor | None = None, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, dict_key_x: str = "input_ids", dict_key_y: str = "labels",
+        backend: Backend = None, backend_kwargs: Options = None, seed: int = 0, alpha: float = 1.0,
+        mc_softmax_samples: int = 0, *, forward_fn: ForwardFn | None = None, weights_options: Options = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
+
+    def variational_last_layer(
+        self, model: nn.Module, likelihood: Likelihood | LikelihoodName,
+        inducing_locations: Inputs | Literal["random", "kmeans"], num_inducing: int | None = None,
+        inducing_classes: Tensor | None = None, sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0, prior_mean: float | Tensor = 0.0, temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False, feature_reduction: FeatureReductionName | None = None,
+        dict_key_x: str = "input_ids", dict_key_y: str = "labels", last_layer_name: str | None = None,
+        backend: Backend = None, backend_kwargs: Options = None, seed: int = 0, alpha: float = 1.0,
+        mc_softmax_samples: int = 0, *, forward_fn: ForwardFn | None = None,
+    ) -> None:  # fmt: skip
+        self._construct(locals())
 
 
-def _argument(word: str) -> str:
-    """`"seed"` → `"seed: int = 0"`, and `"seed=1"` → `"seed: int = 1"`."""
-    name, other, default = word.partition("=")
-    kind = ARGUMENTS[name]
-    return f"{name}: {kind.partition(' = ')[0]} = {default}" if other else f"{name}: {kind}"
-
-
-def _class(name: str, bases: tuple[type, ...], doc: str | None, order: str | None, **members: Any) -> Any:
-    if order is not None:
-        members["__init__"] = _constructor(order)
-        members["__init__"].__qualname__ = f"{name}.__init__"
+def _class(name: str, bases: tuple[type, ...], doc: str | None, constructor: str, **members: Any) -> Any:
+    """A class, with a constructor of its own where there is one of that name."""
+    own = vars(_Constructors).get(constructor)
+    if own is not None:
+        own.__name__, own.__qualname__, members["__init__"] = "__init__", f"{name}.__init__", own
     return type(name, bases, {"__doc__": doc, "__module__": __name__, **members})
 
 
 LLLaplace: type[ParametricLaplace] = _class(
     "LLLaplace", (LastLayerAttributes,),
     "Base of the posteriors over the last layer, which is determined at `fit` unless `last_layer_name` is given.",
-    f"{_LAST} {_TAIL} * {_STRUCTURE}", weights_type=WEIGHTS["last_layer"],
+    "last_layer", weights_type=WEIGHTS["last_layer"],
 )  # fmt: skip
 SubnetLaplace: type[ParametricLaplace] = _class(
     "SubnetLaplace", (SubnetworkAttributes,),
     "Base of the posteriors over a subnetwork: chosen weights have a distribution, all others keep their values.",
-    f"subnetwork_indices {_HYPER} backend {_TAIL} * enable_backprop {_KEYS} damping {_STRUCTURE}",
-    weights_type=WEIGHTS["subnetwork"],
+    "subnetwork", weights_type=WEIGHTS["subnetwork"],
 )  # fmt: skip
 
 # The table.
@@ -147,8 +223,6 @@ class Row:
     more: str | None = ""  # further text of the docstring of all weights; of None the whole is that of `attributes`
     # base with the attributes that they have by it, or where that is, `"module:name"`
     attributes: type[ParametricLaplace] | str = parametric.ParametricLaplace
-    # orders of the arguments by weights, of those that have one of their own
-    orders: dict[str, str] = field(default_factory=dict)
 
 
 _OVER_FUNCTIONS = "laplace.function_space.posteriors:"
@@ -158,14 +232,9 @@ ROWS: dict[str, Row] = {
         "Full{}Laplace", "full curvature",
         "Of fewer rows of data than weights it is factored between the rows, which files do not hold.",
         NamedPosterior,
-        orders={"all": f"{_COMMON} backend_kwargs * {_STRUCTURE}"},
     ),
     "kron": Row(
-        "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer", attributes=KronAttributes,
-        orders={
-            "all": f"{_COMMON} damping {_TAIL} * forward_fn channel_dim",
-            "last_layer": f"{_LAST} damping {_TAIL} * forward_fn channel_dim",
-        },
+        "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer", attributes=KronAttributes
     ),
     "diag": Row("Diag{}Laplace", "diagonal curvature"),
     "block": Row(
@@ -176,7 +245,6 @@ ROWS: dict[str, Row] = {
         "LowRank{}Laplace", "the dominant eigenpairs of the full curvature",
         'Their number is `structure_kwargs={"rank": k}`; `backend_kwargs={"low_rank": k}` is an older form of it.',
         LowRankAttributes,
-        {"all": f"backend {_HYPER} enable_backprop {_KEYS} backend_kwargs * {_STRUCTURE}"},
     ),
     "ekfac": Row(
         "Ekfac{}Laplace", "the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)"
@@ -195,26 +263,13 @@ ROWS: dict[str, Row] = {
     "sod": Row(
         "Functional{}Laplace", "as a Gaussian process on a subset of the data", None,
         f"{_OVER_FUNCTIONS}SubsetPosterior",
-        {
-            weights: f"n_subset {order} backend_kwargs independent_outputs seed * selection prior_factor forward_fn"
-            for weights, order in (("all", _COMMON), ("last_layer", _LAST_GP))
-        },
     ),
     "nystrom": Row(
         "{}ELLA", "by the Nyström approximation of its kernel", None, f"{_OVER_FUNCTIONS}NystromPosterior",
-        {
-            weights: f"subsample_size n_eigenvalues {order} backend_kwargs seed=1234 * forward_fn"
-            for weights, order in (("all", _COMMON), ("last_layer", _LAST_GP))
-        },
     ),
     "variational": Row(
         "{}VaLLA", "by a sparse variational posterior with M inducing points", None,
         "laplace.extensions.valla:VariationalPosterior",
-        {
-            weights: f"inducing_locations num_inducing inducing_classes {order} backend_kwargs seed alpha "
-            f"mc_softmax_samples * forward_fn{more}"
-            for weights, order, more in (("all", _COMMON, " weights_options"), ("last_layer", _LAST_GP, ""))
-        },
     ),
 }  # fmt: skip
 """The library's structures and families, by their names in the registries. One without a row gets one by its name."""
@@ -312,8 +367,8 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
         doc = f"{_WORDS[cell.weights]}, {row.what}."
         if cell.weights == "all":
             doc = inspect.getdoc(bases[0]) if row.more is None else f"{doc}\n\n{row.more}".rstrip()
-    order = None if row is None else row.orders.get(cell.weights)
-    made = _class(_name(cell), bases, doc, order, structure=structure, weights_type=weights_type)
+    constructor = f"{_part(cell)}_{cell.weights}"
+    made = _class(_name(cell), bases, doc, constructor, structure=structure, weights_type=weights_type)
     # Set afterwards: a class that is defined with a `_key` would take the cell over, also from a later registration.
     made._key = cell[:2] if cell.family == _DEFAULT else tuple(cell)
     made.__doc__ = f"{made.__doc__}\n\n{_BY_TASK}"

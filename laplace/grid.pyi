@@ -45,9 +45,7 @@ class Row:
     what: str
     more: str | None = ...
     attributes: type[ParametricLaplace] | str = ...
-    orders: dict[str, str] = ...
 
-ARGUMENTS: dict[str, str]
 ROWS: dict[str, Row]
 
 def class_of(cell: Cell) -> type[ParametricLaplace]: ...
@@ -57,7 +55,6 @@ def families() -> list[str]: ...
 from_names: Callable[..., ParametricLaplace]
 
 __all__ = [
-    "ARGUMENTS",
     "BaseFunctionalLaplace",
     "BaseLaplace",
     "BlockLLLaplace",

@@ -72,49 +72,15 @@ Options = dict[str, Any] | None
 Given = float | Tensor | None
 T = TypeVar("T")
 
-_UNLISTED = frozenset(
-    [
-        "H_facs",
-        "asdl_fisher_kwargs",
-        "backend_cls",
-        "backend_kwargs",
-        "channels_known",
-        "check_unchanged",
-        "curvature_of",
-        "dict_key_x",
-        "dict_key_y",
-        "expansion_point",
-        "fingerprint",
-        "forward_fn",
-        "functional_variance_fast",
-        "holding",
-        "is_subset_params",
-        "likelihood_object",
-        "log_det_posterior_precision",
-        "log_det_prior_precision",
-        "log_det_ratio",
-        "marglik",
-        "n_layers",
-        "posterior_scale",
-        "precision_options",
-        "predict_batch",
-        "pred_types",
-        "predictive_posterior",
-        "prior",
-        "prior_precision_diag",
-        "problem",
-        "refinement",
-        "restart_H",
-        "scatter",
-        "set_posterior",
-        "square_norm",
-        "start_fit",
-        "structure_kwargs",
-        "structure_options",
-        "unrefined",
-        "weights_type",
-    ]
-)
+_UNLISTED = frozenset([
+    "H_facs", "asdl_fisher_kwargs", "backend_cls", "backend_kwargs", "channels_known", "check_unchanged",
+    "curvature_of", "dict_key_x", "dict_key_y", "expansion_point", "fingerprint", "forward_fn",
+    "functional_variance_fast", "holding", "is_subset_params", "likelihood_object", "log_det_posterior_precision",
+    "log_det_prior_precision", "log_det_ratio", "marglik", "n_layers", "posterior_scale", "precision_options",
+    "predict_batch", "pred_types", "predictive_posterior", "prior", "prior_precision_diag", "problem", "refinement",
+    "restart_H", "scatter", "set_posterior", "square_norm", "start_fit", "structure_kwargs", "structure_options",
+    "unrefined", "weights_type",
+])  # fmt: skip
 """Members that `dir(la)` leaves out: parts of the contract, and of what extenders read, that nobody is to discover."""
 
 
