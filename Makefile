@@ -159,7 +159,7 @@ benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick),
 	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)
 	$(if $(wildcard $(PEER)/.stamp),PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS))
 
-benchmark-quality: $(READY)  ## Compare ways to get uncertainty, and write docs/which_method.md (ARGS= e.g. --pretrained, --quick)
+benchmark-quality: $(READY)  ## Compare ways to get uncertainty, and write docs/quality.md (ARGS= e.g. --pretrained, --quick)
 	PYTHONPATH=. $(PY) -m benchmarks.quality $(if $(findstring --quick,$(ARGS)),,--keep) $(ARGS)
 
 benchmark-peer: $(READY) $(PEER)/.stamp  ## The same work by laplace-torch and by this library in turn (ARGS= e.g. --quick)

@@ -211,10 +211,26 @@ def _write_notebooks(app: object, exception: Exception | None) -> None:
             target.write_text(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
+MOVED = {
+    "which_method": "quality.html",
+    "why_calibrate": "quality.html#a-case-with-a-known-answer",
+    "what_a_posterior_knows": "questions.html",
+}
+"""Pages that had another name, and what they lead to."""
+
+
+def _write_moved(app: object, exception: Exception | None) -> None:
+    """Links and bookmarks of old names arrive."""
+    for name, target in MOVED.items() if exception is None else ():
+        page = f'<!doctype html><meta http-equiv="refresh" content="0; url={target}"><a href="{target}">{target}</a>\n'
+        (Path(app.outdir) / f"{name}.html").write_text(page, "utf-8")  # type: ignore[attr-defined]
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _link_notebook)  # type: ignore[attr-defined]
     app.connect("build-finished", _write_notebooks)  # type: ignore[attr-defined]
+    app.connect("build-finished", _write_moved)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", _one_signature)  # type: ignore[attr-defined]
     app.connect("doctree-resolved", _require_pictures)  # type: ignore[attr-defined]

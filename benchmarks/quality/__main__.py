@@ -6,7 +6,7 @@
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv`, and `--answers` language models that answer by choices and
 labels that are bought (`language`, `acquiring`). With `--keep` the results are kept in results.json, in place of
-those of the same rows, and docs/which_method.md is written anew; `--json` writes them to a file of their own, such as
+those of the same rows, and the pages are written anew; `--json` writes them to a file of their own, such as
 those of other seeds, of which `--first-seed` is the first. Every process has one thread. Afterwards come the
 checks of what else a posterior knows, `benchmarks.quality.knows`.
 

@@ -3,7 +3,7 @@
     python -m benchmarks.quality.knows [--quick] [--only TEXT] [--keep]
 
 Every check is a function of a seed that gives named figures. With `--keep` they are kept in knows.json, in place of
-those of the same checks; `python -m benchmarks.quality.page` writes the table of docs/what_a_posterior_knows.md.
+those of the same checks; `python -m benchmarks.quality.page` writes the table of docs/quality.md.
 kronfluence and its einconv are asked for by `pip install --no-deps kronfluence==1.0.1 einconv`; one check needs them.
 """
 

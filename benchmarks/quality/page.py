@@ -30,9 +30,8 @@ from benchmarks.quality.summary import number, shifted, signed, table, with_floo
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
-PAGE, KNOWS, LANGUAGE, LABELLING = (
-    FOLDER.parents[1] / "docs" / f"{name}.md"
-    for name in ("which_method", "what_a_posterior_knows", "language_models", "labelling")
+PAGE, CHOOSE, LANGUAGE, LABELLING = (
+    FOLDER.parents[1] / "docs" / f"{name}.md" for name in ("quality", "choose", "language_models", "labelling")
 )
 RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
 LAST = "last layer, kron"
@@ -291,8 +290,8 @@ def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]])
     said = "\n".join(str(target) for name in language.NAMES for target in language.targets(results.get(name), name))
     tables = {name: language.table(results.get(name)) for name in language.NAMES}
     return {
-        KNOWS: {"checks": knows.table(checks)},
-        PAGE: blocks(results, study),
+        PAGE: {**blocks(results, study), "checks": knows.table(checks)},
+        CHOOSE: {"methods": summary.short([row for row in results["rows"] if is_classification(row)])},
         LANGUAGE: {**tables, "targets": f"```text\n{said}\n```"},
         LABELLING: {"acquiring": acquiring.table(results.get("acquiring"))},
     }

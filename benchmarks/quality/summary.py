@@ -1,4 +1,5 @@
-"""What a method gains and risks over all runs of the classifications: the table that docs/which_method.md opens with.
+"""What a method gains and risks over all runs of the classifications: the tables that docs/quality.md and, in short,
+docs/choose.md open with.
 
 Differences are from the network of the same run. A run is a row and a split.
 """
@@ -200,6 +201,25 @@ def opening(rows: list[Row]) -> str:
     return table(HEADING, (_line(name, found) for name, found in summaries(rows).items()))
 
 
+SHORT = ("", "NLL", "not worse", "NLL under shift", "AUROC of unseen", "Brier", "AURC", "more trainings")
+
+
+def short(rows: list[Row]) -> str:
+    """The same without errors and worst cases."""
+    return table(
+        SHORT,
+        (
+            [name, signed(one.nll[0]), number(one.within_least, 2), signed(one.shift[0], 2), signed(one.auroc[0], 2)]
+            + [signed(one.brier[0]), signed(one.aurc[0], 4), _trainings(one)]
+            for name, one in summaries(rows).items()
+        ),
+    )
+
+
+def _trainings(found: Summary) -> str:
+    return number(found.trainings, 1) if found.trainings else "0"
+
+
 def _line(name: str, found: Summary) -> list[str]:
     def with_error(pair: tuple[float, float], digits: int = 3) -> str:
         return f"{signed(pair[0], digits)} ± {number(pair[1], digits)}"
@@ -214,5 +234,5 @@ def _line(name: str, found: Summary) -> list[str]:
         with_error(found.brier),
         with_error(found.aurc, 4),
         with_error(found.ece),
-        number(found.trainings, 1) if found.trainings else "0",
+        _trainings(found),
     ]

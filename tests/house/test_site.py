@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,16 @@ def test_tags_of_equations_are_links_to_their_rows() -> None:
     link = "`[Redux, eq. 6] <../equations.html#redux-eq-6>`__"
     assert shown == [f"the evidence {link}, of \\|f\\| and `[Redux, eq. 9]`."]
     assert '<a id="redux-eq-6"></a>' in (ROOT / "docs" / "equations.md").read_text("utf-8")
+
+
+def test_old_names_of_pages_lead_to_pages(tmp_path: Path) -> None:
+    module = configuration()
+    module["_write_moved"](SimpleNamespace(outdir=tmp_path), None)
+    for name, target in module["MOVED"].items():
+        page, _, anchor = target.partition(".html")
+        text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+        assert not (ROOT / "docs" / f"{name}.md").exists() and target in (tmp_path / f"{name}.html").read_text("utf-8")
+        assert f"\n## {anchor[1:].replace('-', ' ').capitalize()}\n" in text or not anchor
 
 
 def test_announced_warnings() -> None:
