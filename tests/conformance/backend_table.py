@@ -60,6 +60,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
 
 _ERROR = re.compile(r"(\w+Error): ")
 _REASON = re.compile(r"not \w+ \((.*)\)$")
+_TENSOR = re.compile(r"^[\w.]+: ")
 
 
 @cache
@@ -81,7 +82,7 @@ def cell(backend: Backend, primitive: str, family: str) -> str:
     found = _REASON.search(words)
     reason = found.group(1) if found else words
     error = _ERROR.match(reason)  # its words differ between versions of PyTorch
-    return f"native: {f'it raises {error.group(1)}' if error else reason}"
+    return f"native: {f'it raises {error.group(1)}' if error else _TENSOR.sub('', reason)}"
 
 
 def section(backend: Backend) -> str:
