@@ -19,7 +19,6 @@ from laplace.core.registry import Cell, Registry
 from laplace.curvature.interface import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock
-from laplace.network.tree import named_modules_of
 from laplace.posterior.posterior import Choices
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def outline(model: nn.Module) -> dict[str, str]:
     with model_lock(model):
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
-        layers = {name: _layer(type(module)) for name, module in named_modules_of(model) if not module._modules}
+        layers = {name: _layer(type(module)) for name, module in model.named_modules() if not module._modules}
         return shapes | {name: kind.__name__ for name, kind in layers.items() if kind is not nn.Module}
 
 

@@ -206,7 +206,7 @@ class Encoder:
 
     def _tensors_now(self) -> list[Tensor]:
         """Tensors of the model, in whichever modules it has by now: adapters may have taken the place of layers."""
-        return [] if self.model is None else list(tensors_of(modules_of(self.model)))
+        return [] if self.model is None else tensors_of(modules_of(self.model))
 
     def _signature(self) -> tuple[Any, ...]:
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else 0

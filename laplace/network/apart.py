@@ -8,14 +8,14 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import filterfalse, islice
+from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.network.tree import modules_of
+from laplace.network.tree import HOOKS, OWN, attributes_in, modules_of
 
 # The copy has modules, tables of parameters, buffers and submodules, hooks, containers and a training mode of its own;
 # parameters and all other objects are shared. Whoever runs it can put other tensors in its tables, hang hooks on it and
@@ -26,8 +26,6 @@ from laplace.network.tree import modules_of
 # module, partial functions, variables of functions, weak references. What does so from within an object of another
 # kind, and the kinds of modules below, take the network itself, with a lock (`laplace.network.model_guard`).
 
-_OWN = frozenset(vars(nn.Module()))
-HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 _PLAIN = (
     type(None),
     bool,
@@ -85,7 +83,7 @@ _ORIGINAL = "_copied_by_laplace_from"
 def _fill(twin: nn.Module, module: nn.Module, move: _Move) -> None:
     """Gives a copy what its original has."""
     own = module.__dict__.copy()
-    for name in filterfalse(_OWN.__contains__, own):
+    for name in attributes_in(own):
         if type(own[name]) not in ATOMS:
             own[name] = move(own[name])
     own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
@@ -240,7 +238,7 @@ _VERDICTS: weakref.WeakKeyDictionary[nn.Module, tuple[list[tuple[int, ...]], boo
 def _form(module: nn.Module) -> tuple[int, ...]:
     """What tells that a module may hold other things than it did."""
     own = module.__dict__
-    held = [id(value) for value in islice(own.values(), len(_OWN), None) if type(value) not in ATOMS]
+    held = [id(value) for value in islice(own.values(), len(OWN), None) if type(value) not in ATOMS]
     return id(module), len(own), *module._forward_hooks, *module._forward_pre_hooks, *held
 
 
@@ -254,7 +252,7 @@ def _is_held(modules: list[nn.Module]) -> bool:
         search.leads(value, past_copies=True)
         for module in modules
         for name, value in module.__dict__.items()
-        if (value and name in HOOKS if name in _OWN else type(value) not in ATOMS)
+        if (value and name in HOOKS if name in OWN else type(value) not in ATOMS)
     )
 
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import filterfalse
 from operator import is_, methodcaller
 from typing import Any, TypeVar
 
@@ -23,10 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
-from laplace.network.apart import HOOKS, copied, copies_of, leads_to, needs_itself, original
+from laplace.network.apart import copied, copies_of, leads_to, needs_itself, original
 from laplace.network.fsdp import has_sharded_weights
 from laplace.network.plain import PlainNetwork, plain
-from laplace.network.tree import modules_of, tensors_of
+from laplace.network.tree import HOOKS, attributes_in, modules_of, parameters_of, tensors_of
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, tuple[int, threading.RLock]] = weakref.WeakKeyDictionary()
 T = TypeVar("T")
@@ -135,8 +134,7 @@ def require_module(model: nn.Module) -> nn.Module:
     if not all(map(_holds_numbers, tensors_of(modules_of(model)))):  # which asks for no names
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _require_numbers(name, tensor)
-    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
-    if len({tensor.device for tensor in parameters if tensor is not None}) > 1:
+    if len({parameter.device for parameter in parameters_of(modules_of(model))}) > 1:
         raise UnsupportedError(_spread(model))
     if needs_itself(model):
         _locks_of(modules_of(model), new=True)
@@ -179,10 +177,10 @@ def _require_numbers(name: str, tensor: Tensor) -> None:
 
 def zero_like(model: nn.Module) -> Tensor:
     """Zero, on the device of a model and in its dtype, at least float32."""
-    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
-    parameter = next((tensor for tensor in parameters if tensor is not None), None)
-    if parameter is None:
+    parameters = parameters_of(modules_of(model))
+    if not parameters:
         return torch.zeros(())
+    parameter = parameters[0]
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
     return torch.zeros((), device=parameter.device, dtype=dtype)
 
@@ -370,8 +368,7 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     """The global generators of the CPU and of the model's devices."""
     if not torch.cuda.is_initialized():
         return [torch.default_generator]
-    tensors = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
-    devices = sorted({p.device.index for p in tensors if p.is_cuda})
+    devices = sorted({p.device.index for p in parameters_of(modules_of(model)) if p.is_cuda})
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
 
 
@@ -564,7 +561,7 @@ class _State:
         self.contents = [
             (attributes[name], attributes[name].copy())
             for _, _, attributes in self.modules
-            for name in filterfalse(_OWN.__contains__, attributes)  # most names, and no loop in Python
+            for name in attributes_in(attributes)
             if type(attributes[name]) in _CONTAINERS
         ]
         tables = ((module, module._buffers) for module in modules)
@@ -625,9 +622,6 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
-
-_OWN = frozenset(nn.Module().__dict__)
-"""Attributes of every module: tables of its parameters, submodules and hooks."""
 
 _TABLES = ("_parameters", *HOOKS)
 

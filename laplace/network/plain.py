@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from laplace.network.apart import ATOMS, HOOKS, copied, copies_of, needs_itself
+from laplace.network.apart import ATOMS, copied, copies_of, needs_itself
 from laplace.network.fsdp import has_sharded_weights
-from laplace.network.tree import Place, modules_of, places_of
+from laplace.network.tree import HOOKS, OWN, Place, attributes_in, modules_of, places_of
 
 T = TypeVar("T")
 
-_OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
 _MOST = 1024
 """Entries of a container of a plain network."""
@@ -58,7 +57,7 @@ class Held:
         self._values_of: list[itemgetter[Any]] = []
         self._tables_of: list[itemgetter[Any]] = []
         for attributes in own:
-            names = [name for name in attributes if name not in _OWN]
+            names = list(attributes_in(attributes))
             containers = [name for name in names if type(attributes[name]) in _WRITTEN]
             self._values_of.append(itemgetter(*_FLAGS, *(name for name in names if name not in containers)))
             self._tables_of.append(itemgetter("_parameters", "_modules", *containers))
@@ -208,11 +207,11 @@ def known_places(module: nn.Module) -> list[Place] | None:
 def _is_plain(module: nn.Module) -> bool:
     """True if nothing that a module holds leads to other modules but the table of its own, and no hook is on it."""
     own = module.__dict__
-    if not own.keys() >= _OWN or any(own[name] for name in HOOKS):
+    if not own.keys() >= OWN or any(own[name] for name in HOOKS):
         return False
     if any(map(_leads_further, own["_parameters"].values())):
         return False
-    return all(map(_holds_little, (value for name, value in own.items() if name not in _OWN)))
+    return all(_holds_little(own[name]) for name in attributes_in(own))
 
 
 def _leads_further(parameter: nn.Parameter | None) -> bool:

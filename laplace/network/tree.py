@@ -1,17 +1,24 @@
-"""The modules of a network, and their tensors."""
+"""What a network consists of: its modules, and what these hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import filterfalse
 
 from torch import Tensor, nn
+
+OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: tables of parameters, buffers, submodules and hooks, and the training mode."""
+
+HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+"""Those of them that hold hooks of passes."""
 
 Place = tuple[str, nn.Module, str]
 """Name of a parameter in the network, a module that holds it, and its key there."""
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
+    """The module and all below it, each once, in the order of `model.modules()`, which takes twice as long."""
     modules: dict[int, nn.Module] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:
@@ -23,32 +30,30 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The same with their names, as `model.named_modules()` has them."""
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) not in modules:
-            modules[id(module)] = name, module
-            if children := module._modules:
-                prefix = f"{name}." if name else ""
-                waiting.extend((prefix + key, child) for key, child in reversed(children.items()) if child is not None)
-    return list(modules.values())
-
-
 def places_of(model: nn.Module) -> list[Place]:
     """Every place of a parameter."""
     return [
         (f"{prefix}.{key}" if prefix else key, module, key)
-        for prefix, module in named_modules_of(model)
+        for prefix, module in model.named_modules()
         for key, tensor in module._parameters.items()
         if tensor is not None
     ]
 
 
-def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and buffers of these modules themselves."""
-    for module in modules:
-        for table in (module._parameters, module._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters of these modules themselves, each once."""
+    return _each_once(module._parameters for module in modules)
+
+
+def tensors_of(modules: list[nn.Module]) -> list[Tensor]:
+    """Parameters, then buffers, each once."""
+    return parameters_of(modules) + _each_once(module._buffers for module in modules)
+
+
+def _each_once(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    return list({id(t): t for table in tables if len(table) for t in table.values() if t is not None}.values())
+
+
+def attributes_in(own: Mapping[str, object]) -> Iterator[str]:
+    """Names of what is in the `__dict__` of a module besides what every module has, found in no loop of Python."""
+    return filterfalse(OWN.__contains__, own)

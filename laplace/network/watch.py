@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import filterfalse
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,7 +38,7 @@ from laplace.network.model_guard import (
     same_random_state,
 )
 from laplace.network.plain import plain
-from laplace.network.tree import modules_of, named_modules_of
+from laplace.network.tree import HOOKS, attributes_in, modules_of, parameters_of, tensors_of
 
 ROWS, _WHOLE = 2, 64
 """Data that are kept at most: of a network that takes parts of a batch, and of one that takes whole ones alone."""
@@ -155,8 +154,7 @@ def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = Fals
         if not torch.equal(finite, b.isfinite()):
             return True
         distance, largest = _distance(a[finite], b[finite])
-    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
-    dtypes = {tensor.dtype for tensor in (a, b, *parameters) if tensor is not None and tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in (a, b, *parameters_of(modules_of(model))) if tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     share = min(_ROUNDING * eps, _LARGEST_SHARE)
     if other_kernels and eps >= torch.finfo(torch.float32).eps:
@@ -348,18 +346,11 @@ def _writing(names: list[str]) -> str:
 
 # What modules hold besides parameters, buffers and submodules.
 
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""
-
-_NO_HOOKS = frozenset({"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"})
-"""Those of them that hold no hooks."""
-
 _COMPUTE_ALIKE = frozenset(
     {"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"}
 )
 """Where a network of transformers was loaded from, and ways of computing the same outputs."""
 
-_PASSED_OVER = _OWN | _COMPUTE_ALIKE
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _COMPARABLE = _PLAIN | {complex, bytes, torch.dtype, torch.device, torch.Size, slice, range}
 _SHARED = "modules of several names"
@@ -381,12 +372,12 @@ def attributes_of(model: nn.Module) -> Attributes:
 
     They are copies, the same in every process; further names of modules that have several are among them.
     """
-    named = named_modules_of(model)
+    named = list(model.named_modules())
     attributes: dict[str, list[tuple[str, Any]]] = {}
     for place, module in named:
         own = vars(module)
-        for name in filterfalse(_PASSED_OVER.__contains__, own):  # most names are passed over, in no loop of Python
-            value = _plain(own[name], _DEPTH)
+        for name in attributes_in(own):
+            value = _OTHER if name in _COMPUTE_ALIKE else _plain(own[name], _DEPTH)
             if value is not _OTHER:
                 attributes.setdefault(name, []).append((place, value))
     places = {id(module): place for place, module in named}
@@ -450,8 +441,8 @@ class ModelState:
         with model_lock(model):
             modules = modules_of(model)
             known = plain(modules)
-            found = _settings_of(modules) if known is None else known.found(modules, _settings_of)
-            whole = _each_once(found.parameters, [module._buffers for module in modules])
+            found = _Settings(modules) if known is None else known.found(modules, _Settings)
+            whole = tensors_of(modules)
             tensors = local_parts(whole)
             if tensors is not whole:  # FSDP2 keeps states in its modules, which change in every pass
                 return cls(_versions(tensors), _norms(tensors), None)
@@ -462,16 +453,31 @@ class ModelState:
 
 
 class _Settings:
-    """Values and tensors in the order in which they were met, and parameters, each once."""
+    """What modules hold besides their own tensors, in the order in which it is met.
 
-    def __init__(self) -> None:
+    Args:
+        modules: Of a network, each once.
+
+    Attributes:
+        entries: Types of modules with names of their submodules, and names, types and values of all else; of what is
+            not comparable, or too deep, the identity.
+        tensors: Those among it.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.entries: list[Any] = []
         self.tensors: list[Tensor] = []
-        self.parameters: list[Tensor] = []
         self._seen: dict[int, object] = {}
+        reshard(modules)
+        for module in modules:
+            own = module.__dict__
+            self.entries.append((type(module), *[(name, id(child)) for name, child in module._modules.items()]))
+            for name in (*filter(own.get, HOOKS), *attributes_in(own)):
+                self._add(name, own[name], 0)
+        self._seen.clear()  # what is kept of a plain network keeps no list of the user's, which may lead to it one day
 
-    def add(self, name: object, value: Any, depth: int) -> None:
-        """Records a value recursively; objects that are too deep or not comparable are recorded by `id`."""
+    def _add(self, name: object, value: Any, depth: int) -> None:
+        """Records a value with its parts."""
         kind = type(value)
         if kind in _COMPARABLE:
             self.entries.append((name, kind, value))
@@ -482,24 +488,10 @@ class _Settings:
         elif depth < _SETTINGS_DEPTH and id(value) not in self._seen:
             self._seen[id(value)] = value
             for key, part in _parts(value):
-                self.add(key if type(key) in _COMPARABLE else id(key), part, depth + 1)
+                self._add(key if type(key) in _COMPARABLE else id(key), part, depth + 1)
             if depth < _OBJECT and not isinstance(value, (nn.Module, type, ModuleType, BuiltinFunctionType)):
                 for key, part in getattr(value, "__dict__", {}).items():
-                    self.add(key, part, max(depth + 1, _OBJECT))
-
-
-def _settings_of(modules: list[nn.Module]) -> _Settings:
-    found = _Settings()
-    reshard(modules)
-    found.parameters = _parameters(modules)
-    for module in modules:
-        children = [(name, id(child)) for name, child in module._modules.items()] if module._modules else ()
-        found.entries.append((type(module), *children))
-        for name, value in vars(module).items():
-            if name not in _OWN or (value and name not in _NO_HOOKS):
-                found.add(name, value, 0)
-    found._seen.clear()  # what is kept of a plain network keeps no list of the user's, which may lead to it one day
-    return found
+                    self._add(key, part, max(depth + 1, _OBJECT))
 
 
 def _parts(value: Any) -> list[tuple[object, Any]]:
@@ -567,7 +559,7 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if reference is not None:
                 known = {name: digest for name, digest in known.items() if name not in reference.written}
-            places = _places(local_parts(_tensors(modules_of(model))))
+            places = _places(local_parts(_resting(model)))
             return cls(places, ModelState.of(model), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
@@ -627,27 +619,28 @@ class Fingerprint:
                 "the network's weights changed after fit, or were spread over processes after it (fully_shard): call "
                 "fit again."
             )
-        places = _places(local_parts(_tensors(modules_of(model))))
+        places = _places(local_parts(_resting(model)))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
                 "la.to(device=..., dtype=...), or call fit again."
             )
-        if not same_sums(checksums(model), self.sums):
+        if not same_sums(sums := checksums(model), self.sums):
             return ModelChangedError(
-                f"the network's weights or buffers changed after fit{self._named_changes(model)} (a call in training "
-                "mode writes the running statistics of BatchNorm), so its predictions do not belong to this posterior "
-                "any more; call fit again, or load the weights and buffers at which it was fitted; buffers that a pass "
-                "in evaluation mode writes are to be written in training mode only. Samples of a last layer belong "
-                "into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own layer."
+                f"the network's weights or buffers changed after fit{self._named_changes(model, sums)} (a call in "
+                "training mode writes the running statistics of BatchNorm), so its predictions do not belong to this "
+                "posterior any more; call fit again, or load the weights and buffers at which it was fitted; buffers "
+                "that a pass in evaluation mode writes are to be written in training mode only. Samples of a last "
+                "layer belong into la.model.last_layer, a copy that la.model(x) runs with, not into the network's own "
+                "layer."
             )
         return None
 
-    def _named_changes(self, model: nn.Module) -> str:
-        """Names of the tensors that have other numbers, where there are as many as at the fit."""
-        sums, tensors = checksums(model), _tensors(modules_of(model))
+    def _named_changes(self, model: nn.Module, sums: Tensor) -> str:
+        """Names of the tensors whose sums are others now, where there are as many as at the fit."""
         if len(sums) != len(self.sums):
             return ""
+        tensors = _resting(model)
         named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         rows = ((named.get(id(tensor)), sums[n : n + 1], self.sums[n : n + 1]) for n, tensor in enumerate(tensors))
         changed = [name for name, now, then in rows if name is not None and not same_sums(now, then)]
@@ -690,21 +683,11 @@ class ModelWatch:
             )
 
 
-def _tensors(modules: list[nn.Module]) -> list[Tensor]:
-    """Parameters, then buffers, of modules, each once."""
+def _resting(model: nn.Module) -> list[Tensor]:
+    """Parameters, then buffers, as they are between passes."""
+    modules = modules_of(model)
     reshard(modules)
-    return _each_once(_parameters(modules), [module._buffers for module in modules])
-
-
-def _parameters(modules: list[nn.Module]) -> list[Tensor]:
-    tables = (module._parameters for module in modules)
-    return list({id(t): t for table in tables if table for t in table.values() if t is not None}.values())
-
-
-def _each_once(parameters: list[Tensor], tables: list[dict[str, Tensor | None]]) -> list[Tensor]:
-    """Parameters, then the buffers of tables, each once."""
-    buffers = {id(t): t for table in tables if len(table) for t in table.values() if t is not None}
-    return [*parameters, *buffers.values()] if buffers else parameters
+    return tensors_of(modules)
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -749,7 +732,7 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
     rows: dict[int, Tensor] = {}
     ends: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     with torch.no_grad(), model_lock(model):
-        tensors = _tensors(modules_of(model))
+        tensors = _resting(model)
         for n, tensor in enumerate(tensors):
             flat = _flat(full_tensor(tensor) if together else _unspread(tensor))
             full = max(0, flat.numel() - 1) // _PERIOD * _PERIOD  # the last row is never empty, unless the tensor is

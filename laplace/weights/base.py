@@ -15,7 +15,6 @@ from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.fsdp import fsdp_processes, require_unsharded
 from laplace.network.model_guard import model_lock, require_module, unwrap
-from laplace.network.tree import named_modules_of
 from laplace.network.watch import DeterminismCheck
 from laplace.weights.problem import Caller, ParameterSlice, Problem
 
@@ -123,7 +122,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order; none without entries."""
     named: dict[int, tuple[str, Tensor]] = {}
     with model_lock(model):
-        for prefix, module in named_modules_of(model):
+        for prefix, module in model.named_modules():
             for key, tensor in module._parameters.items():
                 if tensor is not None and tensor.requires_grad and tensor.numel():
                     named.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))

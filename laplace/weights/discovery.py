@@ -18,7 +18,6 @@ from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import apart, hooks_fire, unwrap
-from laplace.network.tree import named_modules_of
 from laplace.network.watch import DeterminismCheck
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,7 +54,7 @@ def require_linear(model: nn.Module, name: str, candidates: list[str] | None = N
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
-    modules = dict(named_modules_of(unwrap(model)))
+    modules = dict(unwrap(model).named_modules())
     if is_linear(modules.get(name)):
         return name
     layer = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
@@ -116,7 +115,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
     layer = inner.get_submodule(last)
     if isinstance(layer, LINEAR) or (is_linear(layer) and last in _products(inner, x, forward_fn)):
         return last
-    linear = [name for name, module in named_modules_of(inner) if name != last and is_linear(module)]
+    linear = [name for name, module in inner.named_modules() if name != last and is_linear(module)]
     seen = _last_and_heads(inner, x, forward_fn)
     heads = None if seen is None else seen[1]
     if heads is not None and all(tensor.ndim < 2 for tensor in layer.parameters()):  # a norm of what ran before it
@@ -156,7 +155,7 @@ class _LinearCalls(TorchFunctionMode):
 def _hooked(model: nn.Module, forward_fn: ForwardFn | None, hook: Callable[..., Any]) -> Iterator[nn.Module]:
     """What to run for a model whose every layer calls `hook(name, module, args, output)`."""
     with apart(model, forward_fn) as own, ExitStack() as stack:
-        for name, module in named_modules_of(own):
+        for name, module in own.named_modules():
             if _has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(hook, name)).remove)
         stack.enter_context(hooks_fire(own))
@@ -217,7 +216,7 @@ def random_head(
 
 
 def _warn_of_batch_statistics(model: nn.Module) -> None:
-    for name, module in named_modules_of(model):
+    for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None:
             warn(
                 f"{name!r} normalises by the batch at hand, since it has no running statistics: the features of a "

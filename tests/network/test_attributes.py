@@ -13,7 +13,7 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.network.model_guard import apart
-from laplace.network.tree import modules_of, named_modules_of
+from laplace.network.tree import modules_of
 from laplace.network.watch import ModelState, attributes_of
 
 
@@ -103,7 +103,6 @@ def test_modules_are_those_of_pytorch_in_its_order() -> None:
     model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.ModuleDict({"a": shared, "b": nn.Tanh()}), shared)
     model[0].register_module("none", None)
     assert modules_of(model) == list(model.modules())
-    assert named_modules_of(model) == list(model.named_modules())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
