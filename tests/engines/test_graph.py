@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 from laplace import Laplace
-from laplace.engines.native.proof_cache import Proofs
+from laplace.engines.native.proof_cache import Plans
 from laplace.errors import InvalidData
 from tests.reference import curvature
 from tests.reference.compare import assert_close
@@ -467,9 +467,9 @@ def test_kronecker_factors_do_not_depend_on_the_order_of_batches(kind: type[nn.M
 def test_the_variance_of_the_next_prediction(kind: type[nn.Module], structure: str, proven_anew: bool) -> None:
     model = network(kind)
     la = fitted(model, structure, SHOWN)
-    la._posterior.engine._plans.clear()
+    la._posterior.engine._plans._by_form.clear()
     if proven_anew:  # of what is hidden in the fit
-        la._posterior.engine._proofs = Proofs()
+        la._posterior.engine._plans = Plans()
     la(HIDDEN)
     for x in (SHOWN, HIDDEN, SHOWN[:2], SHOWN[:1], HIDDEN[:1]):
         assert_variances(la, model, x)

@@ -77,8 +77,7 @@ def test_predictions_are_those_of_a_proof_of_their_own() -> None:
     la, model = fit(grid.network()), grid.network()
     for n_data in (1, 4):
         own = fit(model)
-        own._posterior.engine._plans.clear()
-        own._posterior.engine._proofs = proof_cache.Proofs()
+        own._posterior.engine._plans = proof_cache.Plans()
         assert torch.equal(la(X[:n_data]), own(X[:n_data]))
 
 

@@ -25,15 +25,13 @@ from laplace.engines.native.forward import Capture, ForwardPass, Plan, record, r
 from laplace.engines.native.graph import Explained
 from laplace.engines.native.products import DenseMap, GraphMap, HeadMap, Linearised
 from laplace.engines.native.proof import Routing, check_unreached, holds, make_plan, require_explained
-from laplace.engines.native.proof_cache import Proofs
+from laplace.engines.native.proof_cache import Plans
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood, Observed
 from laplace.network.model_guard import GRADIENTS_LATER
 from laplace.weights.problem import Problem
-
-_MAX_PLANS = 64
 
 _CACHED = 2**26
 """Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
@@ -63,8 +61,7 @@ class NativeEngine(CurvatureEngine):
         self.max_passes = options.max_passes
         self._loop = prefers_loop(problem.module, problem.device)
         self._observed = self._unwatchable = False
-        self._plans: dict[object, Plan] = {}
-        self._proofs = Proofs()
+        self._plans = Plans()
         self._rules: dict[str, str] = {}
         self._unreached: set[str] = set()
 
@@ -242,37 +239,32 @@ class NativeEngine(CurvatureEngine):
                 raise InvalidData("the batch holds no data.")
             if create_graph and capture.as_it_was is not None:
                 raise UnsupportedError(GRADIENTS_LATER)
-            plan, widest = self._agree_on(self._known(problem, capture, x), capture)
+            plan, widest = self._plans.known(problem, capture, x), len(capture.f)
+            if capture.processes is not None:  # all of them know theirs, or prove together
+                said = capture.processes.barrier("its plan", (plan is not None, widest))
+                plan, widest = plan if all(known for known, _ in said) else None, max(count for _, count in said)
             if plan is None:
-                if not self._observed and not self._unwatchable:
-                    plan = self._prove(problem, capture, x, ladder=False)
-                    if plan is None:
-                        capture = self._watched(problem, capture, x, create_graph=create_graph)
-                if plan is None:
-                    plan = self._prove(problem, capture, x) or ()
-                self._remember(self._form(capture, x), plan)
-            self._check_unreached(problem, x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
+                capture, plan = self._with_new_plan(problem, capture, x, create_graph=create_graph)
+            if unused := [i for i, rule in enumerate(plan) if rule.description == "unused"]:
+                self._check_unreached(problem, x, unused)
             return ForwardPass(problem, x, capture, plan, self.memory_budget, widest)
 
-    def _agree_on(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
-        """The plan if all processes that share the network know theirs, and the size of their largest batch."""
-        n_data = len(capture.f)
-        if capture.processes is None:
-            return plan, n_data
-        said = capture.processes.barrier("its plan", (plan is not None, n_data))
-        return (plan if all(known for known, _ in said) else None), max(count for _, count in said)
+    def _with_new_plan(
+        self, problem: Problem, capture: Capture, x: Inputs, *, create_graph: bool
+    ) -> tuple[Capture, Plan]:
+        """A plan by layers alone; else that of a pass that is watched, with the ladder of fallbacks."""
+        plan = None
+        if not self._observed and not self._unwatchable:
+            plan = self._prove(problem, capture, x, ladder=False)
+            if plan is None:
+                capture = self._watched(problem, capture, x, create_graph=create_graph)
+        if plan is None:
+            plan = self._prove(problem, capture, x) or ()
+        self._remember(plan, capture, x)
+        return capture, plan
 
     def _capture(self, problem: Problem, x: Inputs, *, create_graph: bool = False) -> Capture:
         return record(problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
-
-    def _form(self, capture: Capture, x: Inputs) -> object:
-        """Batches with the same key share a plan."""
-        calls = tuple((call.kind, call.x.shape) for call in capture.calls)
-        return batches.signature(x), capture.f.shape, capture.positions, calls
-
-    def _known(self, problem: Problem, capture: Capture, x: Inputs) -> Plan | None:
-        plan = self._plans.get(self._form(capture, x))
-        return plan if plan is not None and holds(plan, problem, capture) else None
 
     def _watched(self, problem: Problem, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
         """Repeats the pass and records calls of PyTorch's functions, since layers do not explain every tensor.
@@ -297,7 +289,7 @@ class NativeEngine(CurvatureEngine):
 
     def _prove(self, problem: Problem, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch. A single sample is proven as a batch of it twice, so that all sizes agree."""
-        prove = partial(self._proofs.plan, problem, ladder=ladder)
+        prove = partial(self._plans.proven, problem, ladder=ladder)
         if capture.processes is not None:  # they may have other numbers of data, and other proofs
             return make_plan(problem, capture, x, ladder=ladder)
         if len(capture.f) > 1:
@@ -317,14 +309,11 @@ class NativeEngine(CurvatureEngine):
         routing = Routing(capture)
         return plan and tuple(replace(rule, uses=routing.rerouted(rule.uses)) for rule in plan)
 
-    def _remember(self, key: object, plan: Plan) -> None:
+    def _remember(self, plan: Plan, capture: Capture, x: Inputs) -> None:
         for slot, rule in zip(self.problem.slots, plan, strict=True):
             if self._rules.get(slot.name, "unused") == "unused":
                 self._rules[slot.name] = rule.description
-        if all(rule.proven for rule in plan):
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = plan
+        self._plans.keep(plan, capture, x)
 
     def _check_unreached(self, problem: Problem, x: Inputs, slots: Sequence[int]) -> None:
         """Checks every tensor that autograd does not reach once."""

@@ -157,11 +157,11 @@ class OuterEngine(NativeEngine):
             plan = None
             if len(capture.f):
                 with suppress(CurvatureError):
-                    plan = self._known(problem, capture, x) or self._prove(problem, capture, x, ladder=False)
+                    plan = self._plans.known(problem, capture, x) or self._prove(problem, capture, x, ladder=False)
             if plan is not None and all(rule.proven for rule in plan):
                 batch = ForwardPass(problem, x, capture, plan, self.memory_budget)
                 if self._profile(batch).multiplies_by_factors(count):
-                    self._remember(self._form(capture, x), plan)
+                    self._remember(plan, capture, x)
                     return batch
         self._products_by_autograd = True
         return None

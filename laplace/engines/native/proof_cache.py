@@ -98,13 +98,26 @@ class _Sizes(list[int]):
         return _plain(value)
 
 
-class Proofs:
-    """Plans of an engine, the latest ones, by the records of what they were proven of."""
+class Plans:
+    """Plans of an engine, the latest ones: by the forms of batches, and by records of what they were proven of."""
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[bool, _Record, Plan]] = deque(maxlen=_MAX_PLANS)
+        self._by_form: dict[object, Plan] = {}
+        self._proven: deque[tuple[bool, _Record, Plan]] = deque(maxlen=_MAX_PLANS)
 
-    def plan(
+    def known(self, problem: Problem, capture: Capture, x: Inputs) -> Plan | None:
+        """The plan of batches of this form, if it holds for the pass, which is one look at its graph."""
+        plan = self._by_form.get(_form(capture, x))
+        return plan if plan is not None and holds(plan, problem, capture) else None
+
+    def keep(self, plan: Plan, capture: Capture, x: Inputs) -> None:
+        """Keeps a plan that holds whatever the numbers are for batches of this form."""
+        if all(rule.proven for rule in plan):
+            if len(self._by_form) >= _MAX_PLANS:
+                self._by_form.pop(next(iter(self._by_form)))
+            self._by_form[_form(capture, x)] = plan
+
+    def proven(
         self, problem: Problem, capture: Capture, x: Inputs, *, repeated: bool = False, ladder: bool = True
     ) -> Plan | None:
         """`make_plan`, or the plan of an earlier proof that still holds.
@@ -116,7 +129,7 @@ class Proofs:
         if plan is None:
             plan = make_plan(problem, capture, x, repeated=repeated, ladder=ladder)
             if record is not None and plan is not None and all(rule.proven for rule in plan):
-                self._plans.append((repeated, record, plan))
+                self._proven.append((repeated, record, plan))
         return plan
 
     def _find(self, problem: Problem, capture: Capture, record: _Record, *, repeated: bool) -> Plan | None:
@@ -124,7 +137,7 @@ class Proofs:
 
         Of a fallback the sizes are a part: it goes through operations that no record shows.
         """
-        for of_repeated, known, plan in self._plans:
+        for of_repeated, known, plan in self._proven:
             if of_repeated and not repeated:
                 continue
             if not known.is_like(record) or (known.sizes != record.sizes and _has_fallback(plan)):
@@ -134,6 +147,11 @@ class Proofs:
             if all(rule.fallback or sees_batch(rule, capture) for rule in plan) and holds(plan, problem, capture):
                 return plan
         return None
+
+
+def _form(capture: Capture, x: Inputs) -> object:
+    calls = tuple((call.kind, call.x.shape) for call in capture.calls)
+    return batches.signature(x), capture.f.shape, capture.positions, calls
 
 
 def _keeps_data_apart(plan: Plan, capture: Capture) -> bool:
