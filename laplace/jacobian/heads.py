@@ -18,17 +18,33 @@ from laplace.jacobian.blocks import Block, CentredBlock, ProductBasis, RankOne, 
 from laplace.jacobian.outer import OuterBlock
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from laplace.likelihoods.output_hessian import OutputHessian
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRows(Block):
+class _OfFeatures(Block):
+    """A block of a layer whose outputs are the network's, by the layer's inputs."""
+
+    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
+
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
+
+    @property
+    def contracts_factors(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows(_OfFeatures):
     """∂f_k / ∂W_cd = δ_kc φ_d for K outputs k of every sample, of a weight `(C, D)` or of a bias, with φ = 1 and D = 1.
 
     Of a vocabulary of 50,000 outputs no more than the K rows of W are read: nothing here is `[B, C]`.
     """
 
-    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     outputs: Tensor  # The k of every sample, `[B, K]`
     n_outputs: int  # C
     is_bias: bool = False  # True for a bias
@@ -41,10 +57,6 @@ class HeadRows(Block):
     @property
     def dims(self) -> tuple[int, int, int]:
         return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
 
     def has_valid_indices(self) -> bool:
         return nested.are_indices(self.outputs, 0, self.n_outputs)
@@ -79,10 +91,6 @@ class HeadRows(Block):
 
     # Contractions: with the rows of the weights that belong to a sample's outputs.
 
-    @property
-    def contracts_factors(self) -> bool:
-        return True
-
     def dense(self) -> Tensor:
         every = torch.arange(self.n_outputs, device=self.outputs.device)
         hot = (self.outputs.T.unsqueeze(2) == every).to(self.features)  # PyTorch's own reads the numbers
@@ -113,23 +121,17 @@ class HeadRows(Block):
             yield self.at(data)
 
 
-class Head(Block):
+class Head(_OfFeatures):
     """A block of a layer whose outputs are the network's, in the basis of the outputs or another one."""
 
-    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     is_bias: bool  # True for a bias
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
 
     @property
     def is_constant(self) -> bool:
         return self.is_bias
 
-    @abstractmethod
-    def at(self, data: slice | Tensor) -> Head:
-        """The block of some of the data: a slice, or indices `[n]`."""
+    def at(self, data: slice | Tensor) -> Self:
+        return replace(self, features=self.features[data])
 
     @abstractmethod
     def cast(self, dtype: torch.dtype) -> Head:
@@ -144,7 +146,6 @@ class Head(Block):
 class HeadBlock(Head):
     """∂f_k / ∂W_cd = δ_kc φ_d of a weight `(C, D)`, or of a bias, with φ = 1 and D = 1."""
 
-    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     n_outputs: int  # C
     is_bias: bool = False  # True for a bias
     kind = "head"
@@ -182,9 +183,6 @@ class HeadBlock(Head):
         )  # fmt: skip
 
     # Other data and outputs, and the same values in another form.
-
-    def at(self, data: slice | Tensor) -> HeadBlock:
-        return replace(self, features=self.features[data])
 
     def select_outputs(self, outputs: Tensor) -> HeadRows:
         return HeadRows(self.features, outputs, self.n_outputs, self.is_bias)
@@ -225,10 +223,6 @@ class HeadBlock(Head):
         return torch.cat([torch.einsum("bd,lmkd->kblm", features, piece) for piece in pieces], 3)
 
     # Contractions: an output has weights of its own, and every one is a product with the features.
-
-    @property
-    def contracts_factors(self) -> bool:
-        return True
 
     def dense(self) -> Tensor:
         eye = torch.eye(self.n_outputs, dtype=self.features.dtype, device=self.features.device)
@@ -289,7 +283,6 @@ class CentredHeadBlock(CentredBlock):
 class RotatedHeadBlock(Head):
     """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o)."""
 
-    features: Tensor  # φ, `[B, D]`; ones `[B, 1]` of a bias
     basis: Tensor  # u, `[C, O]`
     is_bias: bool = False  # True for a bias
 
@@ -302,18 +295,11 @@ class RotatedHeadBlock(Head):
     def dims(self) -> tuple[int, int, int]:
         return len(self.basis), len(self.features), self.basis.shape[1] * self.features.shape[1]
 
-    def at(self, data: slice | Tensor) -> RotatedHeadBlock:
-        return replace(self, features=self.features[data])
-
     def centred(self) -> RotatedHeadBlock:
         return replace(self, basis=less_mean(self.basis))
 
     def cast(self, dtype: torch.dtype) -> RotatedHeadBlock:
         return replace(self, features=self.features.to(dtype), basis=self.basis.to(dtype))
-
-    @property
-    def contracts_factors(self) -> bool:
-        return True
 
     def dense(self) -> Tensor:
         return torch.einsum("co,bd->cbod", self.basis, self.features).flatten(2)

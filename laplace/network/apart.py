@@ -41,11 +41,12 @@ _PLAIN = (
     torch.Size,
 )
 ATOMS = frozenset(_PLAIN)
-_CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
+CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
+MOST = 1024
+"""Entries of a container that is looked into."""
 
-_MOST, _DEPTH, _NEAR = 1024, 6, 3
-"""Entries of a container that is looked into; things inside each other; and those up to which a function's names count.
-"""
+_DEPTH, _NEAR = 6, 3
+"""Things inside each other, and those up to which a function's names count."""
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -137,10 +138,10 @@ class _Move:
         return moved
 
     def _moved(self, value: Any, kind: type, depth: int) -> Any:
-        if kind in _CONTAINERS and kind is not tuple:
+        if kind in CONTAINERS and kind is not tuple:
             copy = value.copy()
             self._known[id(value)] = value, copy  # which may hold itself
-            if len(value) <= _MOST and depth < _DEPTH:
+            if len(value) <= MOST and depth < _DEPTH:
                 if isinstance(copy, dict):
                     for key, part in value.items():
                         copy[key] = self(part, depth)
@@ -152,7 +153,7 @@ class _Move:
         if depth >= _DEPTH:
             return value
         if kind is tuple:
-            parts = tuple([self(part, depth) for part in value]) if len(value) <= _MOST else value
+            parts = tuple([self(part, depth) for part in value]) if len(value) <= MOST else value
             return value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
         if kind is MethodType:
             owner = self(value.__self__, depth)
@@ -297,7 +298,7 @@ class _Search:
 def _parts_moved(value: Any) -> Iterable[Any]:
     """What `_Move` follows of a value."""
     kind = type(value)
-    if kind in _CONTAINERS and len(value) <= _MOST:
+    if kind in CONTAINERS and len(value) <= MOST:
         return value.values() if isinstance(value, dict) else value
     if kind is functools.partial:
         return (value.func, *value.args, *value.keywords.values())
@@ -312,8 +313,8 @@ def _parts_moved(value: Any) -> Iterable[Any]:
 def _other_parts(value: Any, depth: int) -> Iterable[Any]:
     """What else a value holds."""
     kind = type(value)
-    if kind in _CONTAINERS:
-        return value.keys() if isinstance(value, dict) and len(value) <= _MOST else ()
+    if kind in CONTAINERS:
+        return value.keys() if isinstance(value, dict) and len(value) <= MOST else ()
     if kind in (functools.partial, MethodType, weakref.ReferenceType) or _is_of_a_package(value):
         return (value.__func__,) if kind is MethodType else ()
     if kind is FunctionType:

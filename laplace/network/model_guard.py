@@ -288,31 +288,30 @@ def switched_off(
 
 
 @contextmanager
-def gradients_set_aside(model: nn.Module) -> Iterator[None]:
-    """Takes the gradients off: a backward pass would add to them in place."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+def _put_back_of(holders: Iterable[Any], name: str) -> Iterator[None]:
+    """Restores an attribute of every holder."""
+    values = [(holder, getattr(holder, name)) for holder in holders]
 
     def put_back() -> None:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for holder, value in values:
+            setattr(holder, name, value)
 
     with surely(put_back):
-        for parameter, _ in gradients:
-            parameter.grad = None
         yield
 
 
 @contextmanager
-def flags_put_back(model: nn.Module) -> Iterator[None]:
-    """Restores the train or eval flag of every module; for training loops, which may change everything else."""
-    flags = [(module, module.training) for module in model.modules()]
-
-    def put_back() -> None:
-        for module, training in flags:
-            module.training = training
-
-    with surely(put_back):
+def gradients_set_aside(model: nn.Module) -> Iterator[None]:
+    """Takes the gradients off: a backward pass would add to them in place."""
+    with _put_back_of(model.parameters(), "grad"):
+        for parameter in model.parameters():
+            parameter.grad = None
         yield
+
+
+def flags_put_back(model: nn.Module) -> AbstractContextManager[None]:
+    """Restores the train or eval flag of every module; for training loops, which may change everything else."""
+    return _put_back_of(model.modules(), "training")
 
 
 @contextmanager

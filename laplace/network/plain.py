@@ -8,7 +8,7 @@ through, and copied, at every call.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +20,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from laplace.network.apart import ATOMS, copied, copies_of, needs_itself
+from laplace.network.apart import ATOMS, CONTAINERS, MOST, copied, copies_of, needs_itself
 from laplace.network.fsdp import has_sharded_weights
 from laplace.network.tree import HOOKS, OWN, Place, attributes_in, modules_of, places_of
 
 T = TypeVar("T")
 
-_CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
-_MOST = 1024
-"""Entries of a container of a plain network."""
-
-_WRITTEN = _CONTAINERS - {tuple}
+_WRITTEN = CONTAINERS - {tuple}
 _FLAGS = ("training", "_is_full_backward_hook")
 _HOOKS_OF = itemgetter(*HOOKS)
 
@@ -223,9 +219,9 @@ def _leads_further(parameter: nn.Parameter | None) -> bool:
 
 def _holds_little(value: Any) -> bool:
     """True of a value without parts, and of a container of such values."""
-    if type(value) not in _CONTAINERS:
+    if type(value) not in CONTAINERS:
         return _is_single(value)
-    return len(value) <= _MOST and all(map(_is_single, value.values() if isinstance(value, dict) else value))
+    return len(value) <= MOST and all(map(_is_single, value.values() if isinstance(value, dict) else value))
 
 
 def _is_single(value: Any) -> bool:

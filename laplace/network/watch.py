@@ -23,7 +23,7 @@ from laplace.core.memory import ran_out
 from laplace.core.nested import n_bytes, stored
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
-from laplace.network.apart import is_set
+from laplace.network.apart import ATOMS, MOST, is_set
 from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
 from laplace.network.model_guard import (
     Draws,
@@ -352,12 +352,12 @@ _COMPUTE_ALIKE = frozenset(
 """Where a network of transformers was loaded from, and ways of computing the same outputs."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_COMPARABLE = _PLAIN | {complex, bytes, torch.dtype, torch.device, torch.Size, slice, range}
+_COMPARABLE = ATOMS - {Tensor, nn.Parameter} | {slice, range}
 _SHARED = "modules of several names"
 _OTHER = object()
 
-_MOST, _DEPTH = 1024, 4
-"""Entries of a container that is looked into, and containers inside each other, for `attributes_of`."""
+_DEPTH = 4
+"""Containers inside each other, for `attributes_of`."""
 
 _SETTINGS_DEPTH, _OBJECT = 6, 4
 """Containers inside each other, for settings; objects are not looked into from the second depth on, nor are those that
@@ -396,7 +396,7 @@ def _plain(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind not in (list, tuple, dict, set) or len(value) > _MOST or depth == 0:
+    if kind not in (list, tuple, dict, set) or len(value) > MOST or depth == 0:
         return _OTHER
     if kind is tuple and len(value) > 1 and _PLAIN.issuperset(map(type, value)):
         return (kind.__name__, *value)
@@ -497,9 +497,9 @@ class _Settings:
 def _parts(value: Any) -> list[tuple[object, Any]]:
     """Parts of a container or a function, with names."""
     if isinstance(value, dict):
-        return list(value.items()) if len(value) <= _MOST else []
+        return list(value.items()) if len(value) <= MOST else []
     if isinstance(value, list | tuple | set | frozenset):
-        return list(enumerate(value)) if len(value) <= _MOST else []
+        return list(enumerate(value)) if len(value) <= MOST else []
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, MethodType):
