@@ -181,3 +181,7 @@ class FeatureReduction(_Name):
 
 
 FeatureReductionName = FeatureReduction | Literal["pick_first", "pick_last", "average"]
+
+
+DampingForm = bool | Literal["mean", "sum"]
+"""Damping of Kronecker factors, `damping=`: none, as they are kept, or both √N times a mean, or both sums."""

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from torch import Tensor, nn
 
-from laplace import parametric
+from laplace import curvature, parametric  # noqa: F401  (`Backend` names the former)
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.lazy import imported
 from laplace.core.registry import Cell
 from laplace.enums import (
+    DampingForm,
     FamilyName,
     FeatureReductionName,
     FunctionalApproximation,
@@ -47,7 +48,6 @@ from laplace.parametric import (
 )
 from laplace.structures import FAMILIES, STRUCTURES
 from laplace.structures.base import Curvature
-from laplace.structures.kron import DampingForm
 from laplace.weights import WEIGHTS, Weights
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.registry import Cell
 from laplace.enums import (
+    DampingForm,
     FeatureReductionName,
     FunctionalApproximation,
     HessianStructure,
@@ -36,7 +37,6 @@ from laplace.parametric import (
     SubnetworkAttributes,
 )
 from laplace.structures.base import Curvature
-from laplace.structures.kron import DampingForm
 from laplace.weights import Weights
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from laplace import curvature
 from laplace.core import batch as batches
 from laplace.core import overrides
 from laplace.core.arguments import CheckedConstructor, check_counts, checked
@@ -27,8 +28,6 @@ from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, is_overridden, require_positive, require_shape
 from laplace.core.positions import channels_last
 from laplace.core.registry import KeyedClasses
-from laplace.curvature.interface import CurvatureInterface
-from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import (
     InvalidArgument,
@@ -37,8 +36,6 @@ from laplace.errors import (
     ReadOnlyError,
 )
 from laplace.evidence import Evidence, finite_evidence
-from laplace.fitting.fit import FitOptions, fit, forget, infer_channels, plan
-from laplace.fitting.planning import FitPlan
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
@@ -47,11 +44,9 @@ from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Cache, Choices, Posterior, Refinement, checked_backend
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
-from laplace.predictive.predict import Predictor
 from laplace.saving import Recipe, Saved
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.fit import Fit
-from laplace.structures.kron import KronCurvature, checked_damping
 from laplace.structures.own import NoStructure
 from laplace.tunable import Tunable
 from laplace.weights.base import AllWeights, Weights
@@ -63,11 +58,15 @@ if TYPE_CHECKING:
 
     from laplace.compat.kron import Kron
     from laplace.core.batch import WeightFn
+    from laplace.curvature import CurvatureInterface
+    from laplace.engines.engine import CurvatureEngine
+    from laplace.fitting.planning import FitPlan
+    from laplace.predictive.predict import Predictor
     from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.tuning.group import PosteriorGroup
 
 
-Backend = type[CurvatureInterface] | None
+Backend: TypeAlias = "type[curvature.CurvatureInterface] | None"
 Options = dict[str, Any] | None
 Given = float | Tensor | None
 T = TypeVar("T")
@@ -258,7 +257,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     # What was chosen.
 
     likelihood_object = ChoiceAttribute[Likelihood]("The likelihood p(y | f), an object.", fixed=True)
-    backend_cls = ChoiceAttribute[type[CurvatureInterface]]("Class that computes the curvature.")
+    backend_cls = ChoiceAttribute["type[CurvatureInterface]"]("Class that computes the curvature.")
     backend_kwargs = ChoiceAttribute[dict[str, Any]]("Keyword arguments of the backend's constructor.")
     asdl_fisher_kwargs = ChoiceAttribute[dict[str, Any]]("Keyword arguments that the ASDL backends pass on to ASDL.")
     forward_fn = ChoiceAttribute["ForwardFn | None"](
@@ -791,6 +790,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             ApproximationWarning: Random outputs, several heads with a last layer, several processes without `group`,
                 processes that read the same data, or many weights whose Kronecker factors would be too large.
         """
+        from laplace.fitting.fit import FitOptions, fit
+
         options = FitOptions(
             override=override, progress_bar=progress_bar, decay=decay, subset=subset, generator=generator,
             check_memory=check_memory, group=group, weight_fn=weight_fn, dict_key_weight=dict_key_weight,
@@ -832,6 +833,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         self._require_data()
         batches.require_loader(loader, "loader")
+        from laplace.fitting.fit import FitOptions, forget
+
         options = FitOptions.of_removal(
             weight, progress_bar=progress_bar, group=group, weight_fn=weight_fn, dict_key_weight=dict_key_weight
         )
@@ -853,6 +856,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             InvalidData: The loader gives no data.
             UnsupportedError: A backend or structure of your own that has no estimate of its cost.
         """
+        from laplace.fitting.fit import plan
+
         posterior, planned = plan(self._posterior, train_loader)
         self.set_posterior(posterior)
         return planned
@@ -1001,6 +1006,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         from laplace.contract.manual_fit import batch_of
+        from laplace.fitting.fit import infer_channels
 
         check_counts(n_data=n_data)
         self._posterior = infer_channels(self._posterior.with_backend_loss(), x, y)
@@ -1010,6 +1016,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @property
     def _predictor(self) -> Predictor:
+        from laplace.predictive.predict import Predictor
+
         return Predictor(self.snapshot().predictive(), self.enable_backprop)
 
     @property
@@ -1146,6 +1154,8 @@ class NamedPosterior(ParametricLaplace):
         What the common constructor does not have is an option: of the choice of weights, where `Weights.arguments`
         names it, of the precision, or else of the structure.
         """
+        from laplace.structures.kron import checked_damping
+
         common: dict[str, Any] = {name: value for name, value in given.items() if name in COMMON}
         own = {name: value for name, value in given.items() if name not in COMMON}
         renamed = self.weights_type.arguments
@@ -1190,6 +1200,8 @@ class SubnetworkAttributes(NamedPosterior):
 
     def _construct(self, given: Mapping[str, Any]) -> None:
         _refuse_asdl_kwargs(given)
+        from laplace.structures.kron import KronCurvature
+
         if given["damping"] and not issubclass(self.structure, KronCurvature):
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."

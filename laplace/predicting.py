@@ -23,12 +23,12 @@ from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames, PredictOptions
-from laplace.predictive.predict import Predictor, is_loader, predicted_batches
-from laplace.predictive.prediction import Prediction, laid_out
 from laplace.structures.precision import drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
+    from laplace.predictive.predict import Predictor
+    from laplace.predictive.prediction import Prediction
     from laplace.tuning.group import PosteriorGroup
 
 _BRIDGES = {"probly.predictor": "laplace.integrations.probly"}
@@ -194,6 +194,8 @@ class Predicting(ABC):
             InvalidData: A batch of a loader has no inputs.
             ModelChangedError: The network was trained further after `fit`; also raised when a quantity is read.
         """
+        from laplace.predictive.predict import is_loader, predicted_batches
+
         options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
         )  # fmt: skip
@@ -394,6 +396,8 @@ class PosteriorPredicting(Predicting):
             NotFittedError: Before `fit`.
             ModelChangedError: The network was trained further after `fit`.
         """
+        from laplace.predictive.prediction import laid_out
+
         options = PredictOptions(joint=joint, diagonal_output=diagonal_output, outputs=outputs, group_size=group_size)
         channel_dim = self._predictor.posterior.channel_dim
         options = options.for_network(channel_dim)
@@ -404,9 +408,7 @@ class PosteriorPredicting(Predicting):
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the outputs f at X, `[B, C]` each: `predictive_moments(X, diagonal_output=True)`."""
-        gaussian = self._latent(X, "diagonal")
-        with autograd_mode():
-            return laid_out(gaussian, self._predictor.posterior.channel_dim)
+        return self.predictive_moments(X, diagonal_output=True)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):

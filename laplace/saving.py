@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from laplace import curvature
 from laplace.core import nested
 from laplace.core.arguments import check_flag
 from laplace.core.batch import ForwardFn
 from laplace.core.registry import Cell, Registry
-from laplace.curvature.interface import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
 from laplace.network.model_guard import model_lock
 from laplace.posterior.posterior import Choices
@@ -179,7 +179,7 @@ def _known(la: BaseLaplace, choices: Choices) -> dict[str, Any]:
         "enable_backprop": la.enable_backprop,
         "dict_key_x": la.dict_key_x,
         "dict_key_y": la.dict_key_y,
-        "backend": None if choices.backend_cls is NativeGGN else choices.backend_cls,
+        "backend": None if choices.backend_cls is curvature.NativeGGN else choices.backend_cls,
         "backend_kwargs": choices.backend_kwargs,
         "asdl_fisher_kwargs": choices.asdl_fisher_kwargs,
         "forward_fn": choices.forward_fn,

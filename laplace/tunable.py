@@ -31,7 +31,6 @@ from laplace.enums import (
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.predict import warn_of_default_noise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -449,6 +448,8 @@ def _powers(base: float, low: float, high: float, n: int, like: Tensor) -> Tenso
 
 def _warn_of_noise(posteriors: PosteriorGroup) -> None:
     """Warns where the noise that a search keeps is still 1, and far from the residuals."""
+    from laplace.predictive.predict import warn_of_default_noise
+
     for posterior in posteriors.posteriors:
         warn_of_default_noise(posterior)
 

@@ -190,3 +190,19 @@ def _raise_first(hold: list[bool], faults: list[Fault]) -> None:
                 raise error
             finally:
                 del error  # whose traceback holds this frame, and with it the network until memory is collected
+
+
+# Numbers of data, which are sums of weights where these are weighted.
+
+_ROUNDING = 1e-9
+"""Relative error of a sum of weights that counts as rounding."""
+
+
+def as_count(number: float) -> float:
+    """A number of samples, or a sum of their weights: an int where it is whole up to rounding."""
+    return round(number) if same_count(number, round(number)) else number
+
+
+def same_count(first: float, second: float) -> bool:
+    """True if two numbers of samples differ by rounding alone."""
+    return abs(first - second) <= _ROUNDING * max(1.0, abs(first))

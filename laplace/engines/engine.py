@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.checks import require, where_not_finite
+from laplace.core.checks import as_count, require, where_not_finite
 from laplace.core.inference import kept_for_later
 from laplace.core.pieces import share_of_memory
 from laplace.core.positions import OutputChoice, OutputRows, target_rows
@@ -156,20 +156,6 @@ class BatchSummary:
         seen = None if ours is None or theirs is None else ours + theirs.to(ours)
         losses, n_data = self.loss_terms + other.loss_terms, self.n_data + other.n_data
         return BatchSummary(losses, n_data, self.n_outputs, seen)
-
-
-_ROUNDING = 1e-9
-"""Relative error of a sum of weights that counts as rounding."""
-
-
-def as_count(number: float) -> float:
-    """A number of samples, or a sum of their weights: an int where it is whole up to rounding."""
-    return round(number) if same_count(number, round(number)) else number
-
-
-def same_count(first: float, second: float) -> bool:
-    """True if two numbers of samples differ by rounding alone."""
-    return abs(first - second) <= _ROUNDING * max(1.0, abs(first))
 
 
 @dataclass(frozen=True, eq=False)

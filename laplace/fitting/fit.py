@@ -24,7 +24,7 @@ from laplace.core import batch as batches
 from laplace.core.arguments import check_flag, check_length
 from laplace.core.batch import DataWeights, Inputs
 from laplace.core.cached import cached_property
-from laplace.core.checks import Conditions, named
+from laplace.core.checks import Conditions, named, same_count
 from laplace.core.content import Content, ContentReader
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import COTANGENT, ran_out
@@ -34,7 +34,7 @@ from laplace.core.positions import channel_of, target_rows
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
 from laplace.core.random_numbers import check_generator, drawn_seed
-from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, detached, outputs, same_count
+from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, detached, outputs
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, OutOfMemory, UnsupportedError
 from laplace.fitting import checks, planning, processes
 from laplace.fitting.planning import FitPlan, MemoryCheck

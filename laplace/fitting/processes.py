@@ -17,10 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import as_count
 from laplace.core.nested import digest, has_room
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
-from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count
+from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting.checks import NO_DATA

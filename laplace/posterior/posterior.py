@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from laplace import curvature
 from laplace.core import batch as batches
 from laplace.core import nested
 from laplace.core.arguments import as_tensor, check_length, finite, on_host, positive
@@ -24,8 +25,6 @@ from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later
 from laplace.core.overrides import is_ours
 from laplace.core.positions import channels_last
-from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN
-from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.likelihoods.base import Likelihood
@@ -43,6 +42,8 @@ from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
     from laplace.contract.manual_fit import ManualFit
+    from laplace.curvature import CurvatureInterface
+    from laplace.engines.engine import CurvatureEngine
     from laplace.predictive.options import PredictiveNames
 
 # How a posterior is made.
@@ -71,7 +72,7 @@ class Choices:
     def reconciled(self, model: nn.Module) -> Choices:
         """The same, with what the structure's options say of the sign of an exact Hessian."""
         backend, structure = self.backend_cls, self.structure
-        if not structure.by_layer or backend not in (NativeGGN, NativeEF):
+        if not structure.by_layer or backend not in (curvature.NativeGGN, curvature.NativeEF):
             require_unsharded(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
         if structure.exact_ggn and backend.kind != "ggn":
             raise InvalidArgument(
@@ -128,9 +129,9 @@ class Choices:
 def checked_backend(backend: Any) -> type[CurvatureInterface]:
     """The class that computes curvature, the native GGN by default; an object stands for its class."""
     if backend is None:
-        return NativeGGN
+        return curvature.NativeGGN
     kind = backend if isinstance(backend, type) else type(backend)
-    if issubclass(kind, CurvatureInterface):
+    if issubclass(kind, curvature.CurvatureInterface):
         return kind
     raise InvalidType(
         f"backend={backend!r} is not accepted; give a class derived from "

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace.core.checks import same_count
 from laplace.core.gaussian import covariance_root
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import check_generator, standard_normal
-from laplace.engines.engine import same_count
 from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.large_structures.krylov import solve

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs, require_loader
-from laplace.core.checks import named
+from laplace.core.checks import as_count, named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
-from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.kinds import GGNEngine
 from laplace.engines.native.products import GraphMap, HeadMap

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.engines.engine import as_count
+from laplace.core.checks import as_count
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures.base import Curvature
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
 from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
+from laplace.enums import DampingForm
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -71,8 +72,6 @@ if TYPE_CHECKING:
 
 # Damping of Kronecker factors: √δ on either side, in the normalisation of each paper.
 
-
-DampingForm = bool | Literal["mean", "sum"]
 
 FORMS: tuple[DampingForm, ...] = (False, True, "mean", "sum")
 

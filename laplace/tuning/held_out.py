@@ -23,13 +23,13 @@ from laplace.core import eigen
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
-from laplace.core.checks import named
+from laplace.core.checks import named, same_count
 from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_ours
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
-from laplace.engines.engine import CurvatureEngine, SeenBatch, same_count
+from laplace.engines.engine import CurvatureEngine, SeenBatch
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.fitting.fit import FitOptions, fit

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import as_count
 from laplace.core.gaussian import Gaussian
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.engines.engine import as_count
 from laplace.engines.kron_parts import Factor
 from laplace.engines.layer_inputs import in_rows, layer_inputs, read_layers
 from laplace.posterior.posterior import Posterior

@@ -10,13 +10,14 @@ import sys
 from collections import defaultdict
 from enum import Enum
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from torch import nn
 
 import laplace
 from laplace import enums
+from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure
 from laplace.errors import InvalidArgument
 from laplace.function_space import FAMILIES
@@ -131,6 +132,8 @@ def test_the_signature_of_a_class_is_that_of_its_constructor(cls: type) -> None:
     """Of itself Python 3.10 would show that of `__new__`."""
     of_class, of_constructor = (list(inspect.signature(each).parameters) for each in (cls, cls.__init__))
     assert ["self", *of_class] == of_constructor
+    hints = get_type_hints(cls.__init__)  # as tools resolve them that make objects of configurations
+    assert hints["backend"] == type[CurvatureInterface] | None
 
 
 def test_a_class_of_the_user_s_keeps_its_docstring_and_its_signature() -> None:
