@@ -37,15 +37,7 @@ from laplace.enums import (
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import are_idle, has_adapters
-from laplace.parametric import (
-    Backend,
-    KronAttributes,
-    LastLayerAttributes,
-    LowRankAttributes,
-    NamedPosterior,
-    Options,
-    SubnetworkAttributes,
-)
+from laplace.parametric import Backend, LastLayerAttributes, Options, SubnetworkAttributes
 from laplace.structures import FAMILIES, STRUCTURES
 from laplace.structures.base import Curvature
 from laplace.weights import WEIGHTS, Weights
@@ -213,6 +205,8 @@ SubnetLaplace: type[ParametricLaplace] = _class(
 
 # The table.
 
+_OVER_WEIGHTS, _OVER_FUNCTIONS = "laplace.parametric:", "laplace.function_space.posteriors:"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -221,20 +215,18 @@ class Row:
     name: str  # their names; in the place of {} stands "", "LL" or "Subnet"
     what: str  # the approximation, in words that follow "All weights, "
     more: str | None = ""  # further text of the docstring of all weights; of None the whole is that of `attributes`
-    # base with the attributes that they have by it, or where that is, `"module:name"`
-    attributes: type[ParametricLaplace] | str = parametric.ParametricLaplace
+    attributes: str = _OVER_WEIGHTS + "ParametricLaplace"  # base with the attributes that they have by it
 
-
-_OVER_FUNCTIONS = "laplace.function_space.posteriors:"
 
 ROWS: dict[str, Row] = {
     "full": Row(
         "Full{}Laplace", "full curvature",
         "Of fewer rows of data than weights it is factored between the rows, which files do not hold.",
-        NamedPosterior,
+        f"{_OVER_WEIGHTS}NamedPosterior",
     ),
     "kron": Row(
-        "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer", attributes=KronAttributes
+        "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer",
+        attributes=f"{_OVER_WEIGHTS}KronAttributes",
     ),
     "diag": Row("Diag{}Laplace", "diagonal curvature"),
     "block": Row(
@@ -244,7 +236,7 @@ ROWS: dict[str, Row] = {
     "lowrank": Row(
         "LowRank{}Laplace", "the dominant eigenpairs of the full curvature",
         'Their number is `structure_kwargs={"rank": k}`; `backend_kwargs={"low_rank": k}` is an older form of it.',
-        LowRankAttributes,
+        f"{_OVER_WEIGHTS}LowRankAttributes",
     ),
     "ekfac": Row(
         "Ekfac{}Laplace", "the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)"
@@ -355,13 +347,10 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
         head = LastLayerAttributes if row is not None and cell.structure == _GP else _BASES[cell.weights]
         bases = (head, _made(cell._replace(weights="all"), WEIGHTS["all"], structure))
     elif row is not None and cell.weights == "all":
-        bases = (imported(row.attributes) if isinstance(row.attributes, str) else row.attributes,)
+        bases = (imported(row.attributes),)
     else:
-        bases = (
-            imported(f"{_OVER_FUNCTIONS}BaseFunctionalLaplace")
-            if cell.structure == _GP
-            else parametric.ParametricLaplace,
-        )
+        over_functions = cell.structure == _GP
+        bases = (imported(_OVER_FUNCTIONS + "BaseFunctionalLaplace" if over_functions else Row.attributes),)
     doc = f"Posterior of {structure.__name__}, over {weights_type.__name__}."
     if row is not None and cell.weights in _WORDS:
         doc = f"{_WORDS[cell.weights]}, {row.what}."

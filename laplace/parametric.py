@@ -534,6 +534,12 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         if not self.is_fitted:
             raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
 
+    def _take_part(self, **part: Any) -> None:
+        """Takes over a part of a fit by hand."""
+        from laplace.contract.manual_fit import with_parts
+
+        self._posterior = with_parts(self._posterior, **part)
+
     @property
     def n_data(self) -> float:
         """Number of training data, without ignored labels; if they have weights, the sum of these. 0 before `fit`."""
@@ -541,9 +547,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @n_data.setter
     def n_data(self, value: float) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, n_data=value)
+        self._take_part(n_data=value)
 
     @property
     def n_outputs(self) -> int:
@@ -552,9 +556,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @n_outputs.setter
     def n_outputs(self, value: int) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, n_outputs=value)
+        self._take_part(n_outputs=value)
 
     @property
     def loss(self) -> float | Tensor:
@@ -566,9 +568,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @loss.setter
     def loss(self, value: float | Tensor) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, loss=value)
+        self._take_part(loss=value)
 
     @property
     def H(self) -> Any:
@@ -582,9 +582,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @H.setter
     def H(self, value: Any) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, H=value)
+        self._take_part(H=value)
 
     @property
     def mean(self) -> Tensor | None:
@@ -597,9 +595,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @mean.setter
     def mean(self, value: Tensor) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, mean=value)
+        self._take_part(mean=value)
 
     @property
     def fingerprint(self) -> Fingerprint | None:
@@ -1250,9 +1246,7 @@ class KronAttributes(NamedPosterior):
 
     @H_facs.setter
     def H_facs(self, value: Any) -> None:
-        from laplace.contract.manual_fit import with_parts
-
-        self._posterior = with_parts(self._posterior, H_facs=value)
+        self._take_part(H_facs=value)
 
 
 class LowRankAttributes(NamedPosterior):
