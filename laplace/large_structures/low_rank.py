@@ -50,6 +50,7 @@ from laplace.structures.precision import (
     require_positive,
     warn_if_rounded,
 )
+from laplace.structures.woodbury import CANCELLING, cancels
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
 #
@@ -60,12 +61,6 @@ from laplace.structures.precision import (
 # so that log det P − log det D = Σ log(1 + θ), P⁻¹ = D^(−1/2) (I − Z diag(θ / (1 + θ)) Zᵀ) D^(−1/2), and P is positive
 # definite just if every θ > −1. No sign of C is assumed.
 
-
-_CANCELLING = 1e-3
-"""Share of a variance that rounding may take before it is computed in float64, and there without a difference."""
-
-_UNITS = 10
-"""Units of rounding of a difference of sums over many weights."""
 
 _RELATIVE = "eigenvalue relative to the prior's"
 
@@ -214,7 +209,7 @@ class LowRankPrecision(Precision):
     def _cancels(self) -> bool:
         """True if rounding may take too large a share of a variance in the dtype of the posterior."""
         thetas, rounding = self._solved.thetas.detach(), torch.finfo(self._dtype).eps
-        if not len(thetas) or not is_true(thetas.max() * rounding > _CANCELLING):
+        if not len(thetas) or not is_true(thetas.max() * rounding > CANCELLING):
             return False
         if not self.subspace.is_orthonormal:
             warn_if_rounded(thetas.max().item(), self.subspace.basis.dtype)
@@ -354,9 +349,7 @@ class _Moments:
         """True if of a variance in float64 rounding may be too large a share; of another dtype θ has told."""
         if self.prior.dtype != wide_dtype(self.prior.device) or not self.z.shape[2]:
             return False
-        pair = (self.prior.detach(), total.detach())
-        before, after = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in pair)
-        return is_true((after * _CANCELLING < _UNITS * torch.finfo(before.dtype).eps * before).any())
+        return is_true(cancels(self.prior, total, "diagonal" if total.ndim == 2 else "full"))
 
 
 @dataclass(frozen=True, eq=False)

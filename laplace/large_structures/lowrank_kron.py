@@ -63,9 +63,9 @@ from laplace.structures.base import (
 )
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
+from laplace.structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
 
 # The candidates of eigenvalue-corrected low rank: products of the vectors that are held of both sides of a tensor.
 #
@@ -244,13 +244,6 @@ def _cholesky(inside: Tensor) -> Tensor:
 #     P⁻¹ = B⁻¹ − B⁻¹ V K⁻¹ Vᵀ B⁻¹.
 
 
-_CANCELLING = 1e-3
-"""Share of a variance that rounding may take before it is computed in float64, and there without a difference."""
-
-_UNITS = 10
-"""Units of rounding of a difference of sums over many weights."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Solved:
     """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64."""
@@ -275,38 +268,25 @@ class _Solved:
         if not len(self.roots):
             return first, None
         z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
-        if form == "joint":
-            rest = first - z.T @ z
-        else:
-            z = z.unflatten(1, (block.n_data, -1))
-            rest = first - (z.square().sum(0) if form == "diagonal" else torch.einsum("kbc,kbd->bcd", z, z))
+        z = z.T.unflatten(0, (block.n_data, -1))
+        rest = first - products(z, form)
         if dtype != wide_dtype(first.device):
-            return rest, self._cancels(first, rest, form, 1)
-        return self._squares(block, z, form) if is_true(self._cancels(first, rest, form, _UNITS)) else rest, None
-
-    def _cancels(self, first: Tensor, rest: Tensor, form: Form, units: int) -> Tensor:
-        pair = (first.detach(), rest.detach())
-        before, after = (t if form == "diagonal" else t.diagonal(dim1=-2, dim2=-1) for t in pair)
-        return (after * _CANCELLING < units * torch.finfo(rest.dtype).eps * before).any()
+            return rest, cancels(first, rest, form, units=1)
+        return self._squares(block, z, form) if is_true(cancels(first, rest, form)) else rest, None
 
     def _squares(self, block: Block, z: Tensor, form: Form) -> Tensor:
         """The same as sums of squares, φᵀ P⁻¹ φ = |B^(−½) φ − W y|² + |y|² with W = B^(−½) V and y = K⁻¹ Wᵀ B^(−½) φ.
 
-        By dense rows φ; z = R⁻¹ Wᵀ B^(−½) φ, for K = R Rᵀ, of all of them.
+        By dense rows φ; zᵀ = φᵀ B^(−½) W R⁻ᵀ, for K = R Rᵀ, of all of them.
         """
         some = list(chunks(block.n_data, block.n_cotangents * block.size, block.device))
         if form != "joint" and len(some) > 1:
-            z = z.unflatten(1, (block.n_data, -1)) if z.ndim == 2 else z
-            return torch.cat([self._squares(block.at(data), z[:, data], form) for data in some])
-        y = torch.linalg.solve_triangular(self.factor.mT, z.flatten(1), upper=True).T  # [B · C, K], data major
+            return torch.cat([self._squares(block.at(data), z[data], form) for data in some])
+        y = torch.linalg.solve_triangular(self.factor, z.flatten(0, 1), upper=False, left=False)  # [B · C, K]
         deviations = self.inverse.sqrt()
         rows = widened(block.by_output()) * deviations
         outside = rows - self.part.columns.combined(y * self.roots) * (widened(self.part.scaling) * deviations)
-        every = torch.cat([outside, y], 1)
-        if form == "joint":
-            return every @ every.T
-        every = every.unflatten(0, (block.n_data, -1))
-        return every.square().sum(2) if form == "diagonal" else every @ every.mT
+        return products(torch.cat([outside, y], 1).unflatten(0, (block.n_data, -1)), form)
 
     def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
         """J B⁻¹ V, `[K, B, C]`."""

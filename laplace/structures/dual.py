@@ -33,8 +33,8 @@ from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, total
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import linalg
-from laplace.structures.linalg import shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
+from laplace.structures.woodbury import covariance_left, left_of, shrinkage, shrinkage_slope, whitened_power
 
 # Rows of data, and what their kernels say.
 
@@ -288,10 +288,8 @@ class Basis:
     def split(self, jacobian: Jacobian, form: Form) -> Projected:
         """The prior covariance in one of the forms, split into what the data span and the rest."""
         inside, whole = self.coordinates(jacobian), prior_covariance(jacobian, self.scales, form)
-        if form == "diagonal":
-            return Projected(inside, (whole - inside.square().sum(2)).clamp(min=0), self.values)
-        inside = inside.flatten(0, 1) if form == "joint" else inside
-        return Projected(inside, covariance_left(whole, inside @ inside.mT), self.values)
+        outside = covariance_left(whole, inside, form)
+        return Projected(inside.flatten(0, 1) if form == "joint" else inside, outside, self.values)
 
 
 def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
@@ -465,10 +463,7 @@ class DualPrecision(Precision):
         whole, root = prior_covariance(jacobian, self.scales, form), self.roots[i]
         rows = self.duals[i].against(jacobian, self.weights_of(i), self.scales)
         known = torch.linalg.solve_triangular(root.mT, rows.flatten(0, 1), upper=True, left=False)
-        if form == "diagonal":
-            return left_of(whole, known.square().sum(1).view_as(whole))
-        known = known if form == "joint" else known.view_as(rows)
-        return covariance_left(whole, known @ known.mT)
+        return covariance_left(whole, known.view_as(rows), form)
 
     @cached_property
     def bases(self) -> tuple[Basis, ...]:
@@ -546,17 +541,3 @@ class JointPrecision(DualPrecision):
             rows = torch.linalg.solve_triangular(root.mT, some, upper=True).T  # of (I + G)^(−½)
             removed = removed + self.duals[0].pull(rows, self.weights).square().sum(0)
         return left_of(variance, variance.square() * removed).to(self.dtype)
-
-
-def left_of(variance: Tensor, removed: Tensor) -> Tensor:
-    """What the data leave of prior variances: at least the rounding of these."""
-    return torch.maximum(variance - removed, torch.finfo(variance.dtype).eps * variance.detach())
-
-
-def covariance_left(covariance: Tensor, removed: Tensor) -> Tensor:
-    """The same of prior covariances `[..., n, n]`, whose variances are what is left of each."""
-    left = covariance - removed
-    left = 0.5 * (left + left.mT)
-    least = torch.finfo(left.dtype).eps * covariance.detach().diagonal(dim1=-2, dim2=-1)
-    left.diagonal(dim1=-2, dim2=-1).clamp_(min=least)
-    return left

@@ -45,8 +45,9 @@ from laplace.structures.base import (
     require_finite,
 )
 from laplace.structures.cost import DOUBLE, Cost
-from laplace.structures.dual import JointPrecision, ProjectedScan, Rows, left_of
+from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
 from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
+from laplace.structures.woodbury import left_of
 
 if TYPE_CHECKING:
     from laplace.engines.engine import BatchSummary, CurvatureEngine

@@ -7,8 +7,6 @@ is a warning is the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -279,38 +277,6 @@ def divided_differences(values: Tensor, exponent: float) -> Tensor:
     apart = logs < 0
     safe = logs.where(apart, -1.0)
     return larger ** (exponent - 1) * ((exponent * safe).expm1() / safe.expm1()).where(apart, exponent)
-
-
-# (I + W Wᵀ)ᵉ = I − W g(K) Wᵀ with K = I + Wᵀ W and g(λ) = (1 − λᵉ) / (λ − 1), by which a low rank enters a power.
-
-
-def shrinkage(values: Tensor, exponent: float) -> Tensor:
-    """G of eigenvalues of K, `[n]`, at least 1: 1/λ for the inverse, 1/(√λ (1 + √λ)) for its root."""
-    if exponent == -1:
-        return 1 / values
-    roots = values.sqrt()
-    return 1 / (roots * (1 + roots))
-
-
-def shrinkage_slope(matrix: Tensor, eigen: tuple[Tensor, Tensor], exponent: float) -> Tensor:
-    """U (Γ ∘ Uᵀ (K − K*) U) Uᵀ of g: zero, with its gradient in K.
-
-    1/(√λ (1 + √λ)) = 1/√λ − 1/(1 + √λ); with a, b the roots of two eigenvalues the divided differences of the first are
-    −1 / (a b (a + b)), those of the second −1 / ((1 + a) (1 + b) (a + b)).
-    """
-    values, vectors = eigen
-    if exponent == -1:
-        divided = -1 / (values.unsqueeze(1) * values)
-    else:
-        a, b = values.sqrt().unsqueeze(1), values.sqrt()
-        divided = (1 / ((1 + a) * (1 + b)) - 1 / (a * b)) / (a + b)
-    return vectors @ (divided * (vectors.T @ (matrix - matrix.detach()) @ vectors)) @ vectors.T
-
-
-def whitened_power(vectors: Tensor, exponent: float, deviations: Tensor, removed: Callable[[Tensor], Tensor]) -> Tensor:
-    """P⁻¹ v (exponent −1) or D^(−½) (I + W Wᵀ)^(−½) v (−½) of P = D^½ (I + W Wᵀ) D^½, for v `[..., P]`."""
-    white = vectors if exponent == -0.5 else vectors * deviations
-    return (white - removed(white)) * deviations
 
 
 def bilinear(rows: Tensor, matrix: Tensor, *, diagonal: bool) -> Tensor:
