@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_linalg_check_errors"}
@@ -41,6 +42,17 @@ class Counted(TorchDispatchMode):
         self.device = device
         self.operations = 0
         self.reads = 0
+        self._lists = _Lists(self)
+
+    def __enter__(self) -> Counted:
+        """Begins to count."""
+        self._lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends."""
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and counts it."""
@@ -51,8 +63,23 @@ class Counted(TorchDispatchMode):
         return result
 
     def _is_there(self, args: Any) -> bool:
-        """Whether a tensor that is read lies on the device."""
-        return any(isinstance(x, torch.Tensor) and x.device.type == self.device for x in args)
+        """Whether a tensor that is read lies on the device; states of random generators, in bytes, never do."""
+        tensors = (x for x in args if isinstance(x, torch.Tensor))
+        return any(x.device.type == self.device and x.dtype != torch.uint8 for x in tensors)
+
+
+class _Lists(TorchFunctionMode):
+    """Counts lists of numbers on the CPU, which are copies on any other device, and no operation on this one."""
+
+    def __init__(self, counted: Counted) -> None:
+        super().__init__()
+        self.counted = counted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function."""
+        if func is torch.Tensor.tolist and self.counted.device == "cpu":
+            self.counted.reads += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _to_host(args: Any, result: Any) -> bool:

@@ -5,14 +5,13 @@ log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.core.cached import cached_property
+from laplace.core.cached import Kept, cached_property
 from laplace.core.checks import require
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
@@ -35,7 +34,7 @@ class Evidence:
         sigma_noise: 0-dim or `[C]`.
         temperature: 0-dim.
         options: Options of the structure's precision.
-        squares: `GaussianPrior.squares`, (θ* − μ₀)² summed over entries that share a precision, or a cache of it.
+        kept: What other settings of the prior precision have in common with this one.
     """
 
     fit: Fit
@@ -46,7 +45,7 @@ class Evidence:
     sigma_noise: Tensor
     temperature: Tensor
     options: dict[str, Any]
-    squares: Callable[[GaussianPrior, Tensor], Tensor] = GaussianPrior.squares
+    kept: Kept = field(default_factory=Kept)
 
     def constant(self) -> Evidence:
         """The same at hyper-parameters without a graph."""
@@ -68,6 +67,10 @@ class Evidence:
             InvalidArgument: Neither one noise nor one per output.
             UnsupportedError: The noises differ or need a gradient, but the fit kept no term per output.
         """
+        given = (self.fit, self.likelihood, self.kind, self.sigma_noise, self.temperature)
+        return self.kept.of("weights", given, self._weights)
+
+    def _weights(self) -> Tensor:
         sigma, terms = self.sigma_noise, self.fit.curvature.n_terms
         if sigma.numel() not in (1, self.fit.n_outputs):
             raise InvalidArgument(
@@ -87,6 +90,15 @@ class Evidence:
         return scale.expand(terms) if scale.numel() == 1 else scale
 
     @property
+    def _squares(self) -> Tensor:
+        """(θ* − μ₀)², summed over entries that share a precision; nothing is kept of P numbers."""
+        prior = self.prior
+        if not prior.is_constant_per_tensor:
+            return prior.squares(self.mean)
+        given = (self.mean, prior.mean, prior.precision.shape)
+        return self.kept.of("squares", given, lambda: prior.squares(self.mean))
+
+    @property
     def effective_prior(self) -> GaussianPrior:
         """The prior that the precision has: a curvature of some of the data may scale it."""
         factor = self.fit.curvature.prior_factor
@@ -96,8 +108,13 @@ class Evidence:
     def log_likelihood(self) -> Tensor:
         """Log p(D | θ*), 0-dim."""
         fit = self.fit
-        return self.likelihood.log_likelihood(
-            fit.loss_terms, fit.curvature.share * fit.n_observed, fit.n_outputs, self.sigma_noise, self.temperature
+        given = (fit, fit.loss_terms, self.likelihood, self.sigma_noise, self.temperature)
+        return self.kept.of(
+            "log likelihood",
+            given,
+            lambda: self.likelihood.log_likelihood(
+                fit.loss_terms, fit.curvature.share * fit.n_observed, fit.n_outputs, self.sigma_noise, self.temperature
+            ),
         )
 
     @property
@@ -108,16 +125,21 @@ class Evidence:
     @property
     def scatter(self) -> Tensor:
         """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
-        prior = self.effective_prior
-        return prior.precision @ self.squares(prior, self.mean).to(prior.precision.dtype)
+        precision = self.effective_prior.precision
+        return precision @ self._squares.to(precision.dtype)
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound [Redux, eq. 6]."""
+        return self.total.to(self.prior.precision.dtype)
+
+    @property
+    def total(self) -> Tensor:
+        """The same in the widest type of its terms."""
         lost, slack = self.log_det_ratio + self.scatter, self.precision.slack()
         if isinstance(slack, Tensor):
             lost = lost + slack
-        return self.log_likelihood.add(lost, alpha=-0.5).to(self.prior.precision.dtype)
+        return self.log_likelihood.add(lost, alpha=-0.5)
 
 
 def finite_evidence(value: Tensor) -> Tensor:

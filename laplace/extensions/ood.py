@@ -517,7 +517,7 @@ def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
     options = SearchOptions("lbfgs", tolerance=_TOLERANCE, label="evidence")
     result = Search(EvidenceObjective(own), Coordinates(("prior_precision",), start), options).run()
     with torch.no_grad():
-        less = result.value - own.log_evidence().item()
+        less = result.value - own.log_evidence().to(now.dtype).item()
     if less <= _TOLERANCE * max(1.0, abs(result.value)):
         chosen = own
     else:

@@ -61,7 +61,24 @@ class Solution:
     sizes: Tensor  # bᵀ M b, `[R]`, float64
     n_iterations: int  # Products with blocks of vectors
     n_products: int  # Products with single vectors
-    steps: Steps  # The steps from zero on
+    record: tuple[tuple[list[int], Tensor, Tensor], ...]  # Of every step its rows, α and β
+
+    @property
+    def steps(self) -> Steps:
+        """The steps from zero on."""
+        shape = (len(self.x), len(self.record))
+        alphas, betas = torch.ones(shape, dtype=self.sizes.dtype), torch.zeros(shape, dtype=self.sizes.dtype)
+        for j, (rows, alpha, beta) in enumerate(self.record):
+            made = [(row, i) for i, (row, value) in enumerate(zip(rows, alpha.tolist(), strict=True)) if value > 0]
+            at, chosen = [row for row, _ in made], [i for _, i in made]
+            alphas[at, j], betas[at, j] = alpha[chosen].cpu(), beta[chosen].cpu()
+            if j:  # no step led to the next one of those that are solved, or were stopped by rounding
+                stopped = torch.ones(len(self.x), dtype=torch.bool)
+                stopped[at] = False
+                betas[stopped, j - 1] = 0
+        if self.record:
+            betas[:, -1] = 0
+        return Steps(alphas, betas)
 
 
 def solve(
@@ -70,7 +87,7 @@ def solve(
     """Solves P x = b for positive definite P and b `[R, P]`."""
     run = _Run(product, precondition, right)
     run.descend(relative, max_iterations)
-    steps = run.steps()
+    record = tuple(run.record)
     for attempt in range(_RESTARTS + 1 if verified else 0):
         former = run.relative
         if not run.verify() or attempt == _RESTARTS or run.n_iterations >= max_iterations:
@@ -79,7 +96,7 @@ def solve(
             break
         run.descend(relative, max_iterations)
     return Solution(
-        run.x, run.r if verified else None, run.relative, run.sizes, run.n_iterations, run.n_products, steps
+        run.x, run.r if verified else None, run.relative, run.sizes, run.n_iterations, run.n_products, record
     )
 
 
@@ -95,7 +112,7 @@ class _Run:
         self.directions = right[:0]
         self.sizes = self.squares = dots(self.r, precondition(self.r))  # bᵀ M b, `[R]`, float64
         self.n_iterations = self.n_products = 0
-        self._steps: list[tuple[list[int], Tensor, Tensor]] = []
+        self.record: list[tuple[list[int], Tensor, Tensor]] = []
 
     @property
     def relative(self) -> Tensor:
@@ -111,15 +128,14 @@ class _Run:
         goals = relative**2 * self.sizes
         self.squares = self.squares.clone()
         rows = list(range(len(self.x)))
-        left = self._unsolved(rows, goals)
+        left = self._unsolved(rows, goals, goals.new_ones(len(rows)))
         self.directions = self.precondition(self.r).clone()  # what a preconditioner gives may be the residual itself
         self._keep(rows, left)
         while left and self.n_iterations < max_iterations:
             rows = left
             alphas = self._step(rows)
             self._turn(rows, alphas)
-            made = [row for row, alpha in zip(rows, alphas.tolist(), strict=True) if alpha > 0]
-            left = self._unsolved(made, goals)
+            left = self._unsolved(rows, goals, alphas)
             self._keep(rows, left)
 
     def _keep(self, rows: list[int], left: list[int]) -> None:
@@ -134,9 +150,9 @@ class _Run:
         products = self.product(self.directions)
         self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(rows)
         curved = dots(self.directions, products)
-        alphas = self.squares[rows] / curved
+        alphas = self._of(rows, self.squares) / curved
         # Where one is not positive, rounding is all that is left.
-        alphas = torch.where((curved > 0) & (alphas > 0), alphas, torch.zeros_like(alphas))
+        alphas = torch.where(torch.minimum(curved, alphas) > 0, alphas, 0.0)
         factors = alphas.to(self.x).unsqueeze(1)
         self.r.sub_(products.mul_(factors))
         del products
@@ -150,15 +166,23 @@ class _Run:
         """The next directions, conjugate to those before."""
         images = self.precondition(self.r)
         squares = dots(self.r, images)
-        betas = squares / self.squares[rows]
+        betas = squares / self._of(rows, self.squares)
         self.directions.mul_(betas.to(self.directions).unsqueeze(1)).add_(images)
-        self.squares[rows] = squares
-        self._steps.append((rows, alphas, betas))
+        if len(rows) == len(self.x):
+            self.squares = squares
+        else:
+            self.squares[rows] = squares
+        self.record.append((rows, alphas, betas))
 
-    def _unsolved(self, rows: list[int] | range, goals: Tensor) -> list[int]:
-        """Those rows whose residual is larger than its goal; one transfer."""
-        above = ((self.squares > goals) & self.squares.isfinite()).tolist()
-        return [row for row in rows if above[row]]
+    def _of(self, rows: list[int], values: Tensor) -> Tensor:
+        """The entries of some right-hand sides, which are a block, out of all `[R]`."""
+        return values if len(rows) == len(self.x) else values[rows]
+
+    def _unsolved(self, rows: list[int], goals: Tensor, alphas: Tensor) -> list[int]:
+        """Those of some rows that moved, by α, and whose residual is larger than its goal; one transfer."""
+        numbers = torch.stack([self._of(rows, self.squares), self._of(rows, goals), alphas], 1).tolist()
+        found = zip(rows, numbers, strict=True)
+        return [row for row, (square, goal, alpha) in found if goal < square < math.inf and alpha > 0]
 
     def verify(self) -> bool:
         """Computes the residuals anew; False if no step was made, as where all right-hand sides are zero."""
@@ -172,22 +196,6 @@ class _Run:
         del products
         self.squares = dots(self.r, self.precondition(self.r))
         return True
-
-    def steps(self) -> Steps:
-        """The steps that were made."""
-        shape = (len(self.x), len(self._steps))
-        alphas, betas = torch.ones(shape, dtype=self.sizes.dtype), torch.zeros(shape, dtype=self.sizes.dtype)
-        for j, (rows, alpha, beta) in enumerate(self._steps):
-            made = [(row, i) for i, (row, value) in enumerate(zip(rows, alpha.tolist(), strict=True)) if value > 0]
-            at, chosen = [row for row, _ in made], [i for _, i in made]
-            alphas[at, j], betas[at, j] = alpha[chosen].cpu(), beta[chosen].cpu()
-            if j:  # no step led to the next one of those that are solved, or were stopped by rounding
-                stopped = torch.ones(len(self.x), dtype=torch.bool)
-                stopped[at] = False
-                betas[stopped, j - 1] = 0
-        if self._steps:
-            betas[:, -1] = 0
-        return Steps(alphas, betas)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from laplace.core import batch as batches
 from laplace.core import nested
 from laplace.core.arguments import as_tensor, check_length, finite, on_host, positive
 from laplace.core.batch import ForwardFn
+from laplace.core.cached import Kept, version
 from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.inference import kept_for_later
@@ -350,6 +351,7 @@ class Cache:
         noise_seen: Whether a noise of 1 has been compared with the residuals.
         gradient_seen: Whether inputs that require a gradient have been warned of.
         predictive: The last calibration, and the posterior that it makes of this one; or None.
+        kept: Terms of the evidence that do not depend on the prior precision, for a search over it.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:
@@ -357,8 +359,8 @@ class Cache:
         self.engine = engine
         self.noise_seen = self.gradient_seen = False
         self.predictive: tuple[Calibration, Posterior] | None = None
+        self.kept = Kept()
         self._precision: tuple[Curvature, tuple[tuple[Tensor, int], ...], Precision] | None = None
-        self._squares: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
 
     def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:
         """The precision of a curvature at hyper-parameters `values`, made anew where these are not the last ones.
@@ -375,32 +377,12 @@ class Cache:
         self._precision = curvature, tuple((value, version(value)) for value in values), made
         return made
 
-    def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
-        """`prior.squares(theta)`, (θ* − μ₀)², which does not depend on the prior precision: kept for a search over it.
-
-        Values are not compared: other vectors are other objects. Nothing is kept of vectors that require a gradient,
-        nor P numbers.
-        """
-        mean = prior.mean
-        if theta.requires_grad or mean.requires_grad or not prior.is_constant_per_tensor:
-            return prior.squares(theta)
-        key, last = (id(theta), version(theta), id(mean), version(mean), prior.precision.shape), self._squares
-        if last is None or last[0] != key:
-            with kept_for_later():
-                self._squares = last = key, (theta, mean), prior.squares(theta)
-        return last[2]
-
 
 def _are_unchanged(former: tuple[tuple[Tensor, int], ...], values: tuple[Tensor, ...]) -> bool:
     return all(
         version(old) == then and (old is value or (old.shape == value.shape and bool((old == value).all())))
         for (old, then), value in zip(former, values, strict=True)
     )
-
-
-def version(tensor: Tensor) -> int:
-    """Number of times that a tensor was written to; of inference mode, or through `.data`, no write is counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -651,7 +633,7 @@ class Posterior:
             sigma_noise=self.hypers.sigma_noise,
             temperature=self.hypers.temperature,
             options=self._precision_options,
-            squares=self.cache.squares,
+            kept=self.cache.kept,
         )
 
     @property
@@ -668,8 +650,8 @@ class Posterior:
         return self.engine
 
     def log_evidence(self) -> Tensor:
-        """Log p(D), 0-dim, with its graph."""
-        return self.evidence.log_marginal_likelihood
+        """Log p(D), 0-dim, with its graph, in the widest type of its terms."""
+        return self.evidence.total
 
     def precision(self) -> Precision:
         """P with its factorisation, kept until a hyper-parameter or the fit changes.

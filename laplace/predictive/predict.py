@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
+from laplace.core.cached import version
 from laplace.core.checks import named
 from laplace.core.gaussian import Gaussian
 from laplace.core.overrides import PREDICTIONS, wrong_shape
@@ -31,7 +32,7 @@ from laplace.errors import (
     UnsupportedError,
     warn,
 )
-from laplace.posterior.posterior import Posterior, version
+from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.prediction import Draw, Draws, PosteriorOutputs, Prediction, laid_out

@@ -46,7 +46,15 @@ from laplace.structures.base import (
 )
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
-from laplace.structures.precision import Form, Precision, SpectralScan, VariancesOverPriors, require_positive
+from laplace.structures.log_det import log_det_relative
+from laplace.structures.precision import (
+    Form,
+    Precision,
+    SpectralScan,
+    VariancesOverPriors,
+    mean_weight,
+    require_positive,
+)
 from laplace.structures.woodbury import left_of
 
 if TYPE_CHECKING:
@@ -267,9 +275,10 @@ class FullPrecision(Precision):
     def logdet_ratio(self) -> Tensor:
         """With a scalar prior O(P) after one eigendecomposition per fit, else one Cholesky factorisation."""
         if self.prior.is_scalar and self.curvature.n_terms == 1:
-            ratios = self.weights / self.prior.precision * self.curvature.spectrum
-            self._checked((1 + ratios) * self.prior.precision)
-            return ratios.log1p().sum()
+            values, delta = self.curvature.spectrum, self.prior.precision
+            if self.curvature.signed:
+                self._checked((1 + self.weights / delta * values) * delta)
+            return log_det_relative(values, mean_weight(self.weights), delta, (len(values),))
         return self.logdet() - self.prior.logdet()
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:

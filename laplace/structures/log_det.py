@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from laplace.core.cached import cached_property
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import repeated
-from laplace.core.pieces import numbers_at_once
+from laplace.core.pieces import numbers_at_once, operations_are_dear
 from laplace.core.precision_policy import widened
 
 _PIECE = 2**16
@@ -33,6 +33,14 @@ def log_det_ratio(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tenso
     return _summed(values, None, ratios, sizes)
 
 
+def log_det_relative(values: Tensor, scale: Tensor, deltas: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, of h `[p]`, s 0-dim and δ `[n]`; differentiable in all."""
+    is_constant = not values.requires_grad and len(values) <= numbers_at_once(_PIECE, values.device)
+    if is_constant and operations_are_dear(values.device):
+        return _WithSlopes.apply(values, scale, deltas, sizes)[0]  # pyright: ignore[reportOptionalSubscript]
+    return log_det_ratio(values, scale / deltas, sizes)
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """Eigenvalues of H two by two, for log determinants at many priors; one by one where some are negative."""
@@ -42,13 +50,18 @@ class Pairs:
 
     def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
         """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, for δ of every run `[n]`, or of all `[1]`; differentiable in both."""
-        ratios, is_one = scale / deltas, deltas.numel() == 1
-        if ratios.device.type != "cpu":  # where logarithms cost less than to wait for the largest ratio
-            return log_det_ratio(self.values(), ratios, (sum(self.sizes),) if is_one else self.sizes)
-        terms = self._terms
+        is_one = deltas.numel() == 1
+        if operations_are_dear(deltas.device):  # where logarithms cost less than to wait for the largest ratio
+            return log_det_relative(self._values, scale, deltas, (sum(self.sizes),) if is_one else self.sizes)
+        ratios, terms = scale / deltas, self._terms
         if (ratios if is_one else ratios.detach().amax()).item() <= terms.limit:
             return _summed(terms.first, terms.second, ratios, (len(terms.first),) if is_one else terms.sizes)
         return log_det_ratio(self.values(), ratios, (sum(self.sizes),) if is_one else self.sizes)
+
+    @cached_property
+    def _values(self) -> Tensor:
+        with kept_for_later():
+            return self.values()
 
     @cached_property
     def _terms(self) -> _Terms:
@@ -111,6 +124,54 @@ def _slopes(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequenc
     """Σ (e₁ + 2 c e₂) / (1 + c e₁ + c² e₂) of every run, `[n]`."""
     runs = _runs(first, second, ratios, sizes)
     return torch.stack([(_slope(a, b, c) / (1 + c * _divided(a, b, c))).sum() for a, b, c in runs])
+
+
+class _WithSlopes(torch.autograd.Function):
+    """Σ log(1 + s h / δ) with its slopes in δ, for devices on which every operation of a graph is a launch of its own.
+
+    Where its gradient is to have a graph, that is the graph of `_slopes`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        values: Tensor, scale: Tensor, deltas: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        ratios = scale / deltas
+        terms = values * (ratios if len(sizes) == 1 else repeated(ratios, sizes))
+        falls = terms / torch.rsub(terms, -1)  # −t / (1 + t), the slope of log(1 + t) in log δ
+        total = falls.sum() if len(sizes) == 1 else torch.stack([run.sum() for run in falls.split(list(sizes))])
+        return terms.log1p().sum(), (total / deltas).to(deltas.dtype)  # of one δ without a conversion
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, scale, deltas, ctx.sizes = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(values, scale, deltas, output[1])
+        ctx.save_for_forward(values, scale, deltas, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, scale, deltas, slopes = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            ratios = scale / deltas
+            slopes = -_slopes(values, None, ratios, ctx.sizes) * ratios / deltas
+        by_deltas = gradients[0] * slopes
+        by_scale = -(by_deltas * deltas).sum().view_as(scale) / scale if ctx.needs_input_grad[1] else None
+        return None, by_scale, by_deltas, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, scale, deltas, _ = ctx.saved_tensors
+        ratios = scale / deltas
+        slopes, value = -_slopes(values, None, ratios, ctx.sizes) * ratios, torch.zeros_like(scale)
+        if tangents[1] is not None:
+            value = value - slopes.sum() * tangents[1] / scale
+        if tangents[2] is not None:
+            value = value + (slopes * tangents[2] / deltas).sum()
+        return value, None
 
 
 class _InPieces(torch.autograd.Function):

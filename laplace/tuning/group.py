@@ -125,11 +125,11 @@ class PosteriorGroup:
 
     def log_evidences(self) -> Tensor:
         """Log p(D | M_k) of every component, `[K]`, float64, with its graph."""
-        values = [widened(posterior.log_evidence()) for posterior in self.posteriors]
+        values = [widened(one.log_evidence().to(one.hypers.dtype)) for one in self.posteriors]
         return torch.stack([value.to(values[0].device) for value in values])
 
     def log_evidence(self) -> Tensor:
-        """Log p(D) under a uniform prior over the components, 0-dim."""
+        """Log p(D) under a uniform prior over the components, 0-dim, in the widest type of its terms."""
         if len(self.posteriors) == 1:  # a tuning asks a hundred times, for the price of few small operations
             return self.first.log_evidence()
         return log_mean_exp(self.log_evidences())

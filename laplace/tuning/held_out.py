@@ -94,13 +94,14 @@ class Head:
         return cls(posterior.likelihood, features, offset * (not has_bias), y, weight)
 
     @cached_property
-    def ridge(self) -> float:
+    def ridge(self) -> Tensor:
         """λ, of W* in the directions that the features have."""
         gradient = self.likelihood.gradient(self.features @ self.weight.T + self.offset, self.y).T @ self.features
         weight = self.weight @ self._basis[0]
-        square = float(weight.square().sum())
-        floor = _FLOOR * float(self.features.square().sum()) / self.features.shape[1]
-        return max(-float((gradient * self.weight).sum()) / square, floor) if square else floor
+        square = weight.square().sum()
+        floor = _FLOOR * self.features.square().sum() / self.features.shape[1]
+        driven = -(gradient * self.weight).sum() / square
+        return torch.where(driven > floor, driven, floor)  # also of weights that are zero, of which nothing is known
 
     def refit(self, rows: Tensor, *, tolerance: float = 1e-6, max_steps: int = 100, residual: float = 1e-2) -> Tensor:
         """W of some rows, `[C, D]`; options are those of `minimise`."""
@@ -155,7 +156,7 @@ class _Penalised:
     features: Tensor
     offset: Tensor
     y: Tensor
-    ridge: float
+    ridge: Tensor
 
     def value(self, at: Tensor) -> float:
         return float(self.likelihood.loss(self._outputs(at), self.y) + 0.5 * self.ridge * (at @ at))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -42,6 +43,12 @@ _LARGEST_NOISE = 1.5
 """Ratio of the noise and the residuals: at 1.5 five ninths of the observed values count as explained."""
 
 
+@cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The slope of a value in itself, which autograd would make anew for every step."""
+    return torch.ones((), dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class EvidenceObjective(Objective):
     """The log evidence log p(D), which is made large (MacKay, 1992)."""
@@ -54,10 +61,12 @@ class EvidenceObjective(Objective):
 
     def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         with autograd_mode(), torch.enable_grad():
-            leaf = logs.clone().requires_grad_()
-            value = self.group.at(coordinates.hypers(leaf)).log_evidence()
-            (gradient,) = torch.autograd.grad(value, leaf)
-            return -value.detach(), -gradient
+            exponentials = logs.exp()
+            numbers = exponentials.to(coordinates.start.dtype).detach().requires_grad_()
+            value = self.group.at(coordinates.of(numbers)).log_evidence()
+            (gradient,) = torch.autograd.grad(value, numbers, _one(value.dtype, value.device))
+            known = value.detach() if self.group.weigh else value.detach().to(numbers.dtype)
+            return known, gradient * exponentials
 
     def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
         """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next δ (Antorán et al., 2023, section 3.3).
@@ -72,7 +81,7 @@ class EvidenceObjective(Objective):
         """
         posterior, leaf = self.group.first, delta.detach().clone().requires_grad_()
         at = posterior.at(replace(posterior.hypers, prior_precision=leaf))
-        value = at.log_evidence()
+        value = at.log_evidence().to(delta.dtype)
         (slope,) = torch.autograd.grad(value, leaf)
         (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
         slope, square = widened(slope), widened(square)

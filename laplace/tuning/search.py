@@ -22,6 +22,7 @@ from laplace.core.arguments import as_tensor, check_counts, check_length, on_hos
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
@@ -117,7 +118,7 @@ class Objective(ABC):
     group: PosteriorGroup
 
     def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
-        """The value to be made small, 0-dim without a graph, and its gradient `[n]` at logarithms `[n]`."""
+        """The objective, 0-dim without a graph, and its gradient `[n]` at logarithms `[n]`."""
         raise UnsupportedError(f"{type(self).__name__} has no gradient; use method='grid'.")
 
     def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
@@ -155,7 +156,7 @@ class Search:
 
     def _by_gradient(self, coordinates: Coordinates) -> TuningResult:
         objective, sign = self.objective, self.objective.sign
-        course = minimise(lambda logs: objective.gradient(coordinates, logs), coordinates.vector(), self.options)
+        course = minimise(lambda logs: objective.gradient(coordinates, logs), coordinates.vector(), self.options, sign)
         with torch.no_grad():
             best = coordinates.hypers(course.best)
         values = torch.tensor([sign * value for value in course.values], dtype=wide_dtype())
@@ -234,8 +235,11 @@ class Coordinates:
 
     def hypers(self, logs: Tensor) -> Hyperparameters:
         """The hyper-parameters at a vector of logarithms `[n]`, with its graph."""
+        return self.of(logs.exp().to(self.start.dtype))
+
+    def of(self, numbers: Tensor) -> Hyperparameters:
+        """The hyper-parameters of which these are the numbers, `[n]`."""
         shapes = [getattr(self.start, name).shape for name in self.names]
-        numbers = logs.exp().to(self.start.prior_precision.dtype)
         parts = (numbers,) if len(shapes) == 1 else numbers.split([shape.numel() for shape in shapes])
         values = {name: part.view(shape) for name, shape, part in zip(self.names, shapes, parts, strict=True)}
         return replace(self.start, **values)
@@ -306,7 +310,7 @@ def _lengths(structure: str, layout: Layout) -> dict[str, int]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps a vector of logarithms `[n]` to the value to be made small, 0-dim, and its gradient `[n]`."""
+"""Maps a vector of logarithms `[n]` to a value, 0-dim, and its gradient `[n]`."""
 
 BOUND = 23.0
 """Largest |log| that a search reaches from a start within it: 1e-10 to 1e10."""
@@ -316,6 +320,9 @@ _FIXED_POINT_TOLERANCE = 1e-3
 
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 """Constants of Adam: the two decays, and what keeps the step finite."""
+
+_FUSED = frozenset({"cpu", "cuda"})
+"""Types of devices on which a step is one operation in every release that is accepted."""
 
 _AT_ONCE = 128
 """Steps of Adam whose values are read together, where none of them decides about the next: every reading of a number
@@ -333,10 +340,6 @@ class _Point:
     value: Tensor  # 0-dim
     gradient: Tensor  # `[n]`
 
-    def gradient_at(self, logs: Tensor) -> Tensor:
-        """The gradient at the logarithms of which this is the nearest point within: outside nothing changes."""
-        return self.gradient.where(self.logs == logs, 0.0)
-
 
 def _read(points: Sequence[_Point]) -> list[tuple[float, float]]:
     """The value and the largest slope of every point (NaN where an entry of its gradient is), in one transfer."""
@@ -352,6 +355,7 @@ class Course:
     """The course of a search by gradients, and the best value that it saw."""
 
     best: Tensor  # where that was, `[n]`
+    sign: int = 1  # −1 where large values are good: all that is held here is made small
     best_value: float = math.inf
     slope: float = math.inf  # largest entry of the gradient there
     values: list[float] = field(default_factory=list)
@@ -360,12 +364,13 @@ class Course:
 
     def record(self, logs: Tensor, value: float, slope: float) -> bool:
         """Takes note of an evaluation and its largest slope; False where they are not finite."""
+        value *= self.sign
         self.values.append(value)
         if not math.isfinite(value) or not math.isfinite(slope):
             self.bad += 1
             return False
         if value < self.best_value:
-            self.best, self.best_value, self.slope = logs.detach().clone(), value, slope
+            self.best, self.best_value, self.slope = logs, value, slope
         return True
 
     def is_flat(self) -> bool:
@@ -408,21 +413,20 @@ class _Finished(Exception):
     """A signal out of the line search, never seen by callers: the gradient is small enough, or there is none."""
 
 
-def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Course:
-    """Makes a function of logarithms small, by Adam or L-BFGS from a start `[n]`.
+def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions, sign: int = 1) -> Course:
+    """Makes a function of logarithms times the sign small, by Adam or L-BFGS from a start `[n]`.
 
     Raises:
         InvalidArgument: No finite value at the start.
     """
-    course, tolerance = Course(start.detach().clone()), options.tolerance or 0.0
+    course, tolerance = Course(start.detach(), sign), options.tolerance or 0.0
     upper = start.detach().abs().clamp(min=BOUND)
-    lower = -upper
+    bounds = -upper, upper
     total = options.n_steps + 1 if options.method == "adam" else None
 
     with tqdm(total=total, desc=options.label, disable=not options.progress_bar) as bar:
 
-        def evaluated(logs: Tensor) -> _Point:
-            inside = logs.detach().clamp(lower, upper)
+        def evaluated(inside: Tensor) -> _Point:
             value, gradient = evaluate(inside)
             bar.update()
             return _Point(inside, value, gradient)
@@ -436,7 +440,7 @@ def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Cours
 
         with contextlib.suppress(_Finished):
             method = _METHODS[options.method]
-            course.converged = method(evaluated, recorded, start.detach().clone(), options, course)
+            course.converged = method(evaluated, recorded, start.detach().clone(), bounds, options, course)
         if len(course.values) == 1 and course.slope == 0:  # a minimum, or a flat function?
             beside = _Point(start + 1, *evaluate(start + 1))
             course.record(beside.logs, *_read([beside])[0])
@@ -447,34 +451,41 @@ def minimise(evaluate: Evaluate, start: Tensor, options: SearchOptions) -> Cours
     return course
 
 
+Bounds = tuple[Tensor, Tensor]
+"""The smallest and the largest logarithms, `[n]`."""
 Evaluated = Callable[[Tensor], _Point]
-"""Evaluates at logarithms `[n]`."""
+"""Evaluates at logarithms `[n]` within the bounds."""
 Recorded = Callable[[_Point, float, float], bool]
 """Takes note of a point with its value and slope; False where they are not finite."""
 
 
-def _adam(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: SearchOptions, course: Course) -> bool:
-    """After a value that is not finite Adam begins anew at the best point, with half the step size."""
-    lr, left = options.lr, options.n_steps + 1
+def _adam(
+    evaluated: Evaluated, recorded: Recorded, logs: Tensor, bounds: Bounds, options: SearchOptions, course: Course
+) -> bool:
+    """After a value that is not finite Adam begins anew at the best point, with half the step size.
+
+    Outside of the bounds the gradient is that of the nearest point within.
+    """
+    lr, left = course.sign * options.lr, options.n_steps + 1
     at_once = max(1, min(_AT_ONCE, _HELD // logs.numel()))
-    update = _AdamUpdate(logs, lr)
+    update = _AdamUpdate(logs, lr, left)
     while left:
         points: list[_Point] = []
         for _ in range(min(left, 1 if options.tolerance else at_once)):
             try:
-                points.append(evaluated(logs))
+                points.append(evaluated(logs.clamp(*bounds)))
             except Exception:
                 if all(math.isfinite(value + slope) for value, slope in _read(points)):
                     raise
                 break  # a consequence of a point that was not finite
-            logs = update(logs, points[-1].gradient_at(logs))
+            logs = update(logs, points[-1].gradient)
         for point, read in zip(points, _read(points), strict=True):
             left -= 1
             if not recorded(point, *read):
                 if not math.isfinite(course.best_value):
                     return False
                 lr, logs = lr / 2, course.best.clone()
-                update = _AdamUpdate(logs, lr)
+                update = _AdamUpdate(logs, lr, left)
                 break
     return False
 
@@ -482,24 +493,40 @@ def _adam(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: Searc
 class _AdamUpdate:
     """Steps of Adam [Kingma and Ba, 2015, algorithm 1].
 
-    PyTorch's optimiser computes the same, and imports PyTorch's compiler with its first step: most of a second.
+    PyTorch's optimiser computes the same, and imports PyTorch's compiler with its first step: most of a second. The one
+    operation that it calls for all of a step is called here where operations are dear.
+
+    Args:
+        like: Logarithms, `[n]`.
+        lr: The step size, below zero to make values large.
+        n_steps: Steps at most.
     """
 
-    def __init__(self, like: Tensor, lr: float) -> None:
+    def __init__(self, like: Tensor, lr: float, n_steps: int) -> None:
         self.lr = lr
         self.n = 0
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
+        fused = operations_are_dear(like.device) and like.device.type in _FUSED
+        self.numbers = torch.arange(1.0, n_steps + 1, device=like.device).unbind() if fused else ()
 
     def __call__(self, logs: Tensor, gradient: Tensor) -> Tensor:
         self.n += 1
+        if self.numbers:
+            torch._fused_adam_(
+                [logs], [gradient], [self.first], [self.second], [], [self.numbers[self.n - 1]], lr=abs(self.lr),
+                beta1=_BETA_1, beta2=_BETA_2, weight_decay=0.0, eps=_EPSILON, amsgrad=False, maximize=self.lr < 0,
+            )  # fmt: skip
+            return logs
         self.first.lerp_(gradient, 1 - _BETA_1)
         self.second.mul_(_BETA_2).addcmul_(gradient, gradient, value=1 - _BETA_2)
         deviation = self.second.sqrt().div_(math.sqrt(1 - _BETA_2**self.n)).add_(_EPSILON)
         return logs.addcdiv(self.first, deviation, value=-self.lr / (1 - _BETA_1**self.n))
 
 
-def _lbfgs(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: SearchOptions, course: Course) -> bool:
-    """A value that is not finite counts as a very bad one, which the line search steps back from."""
+def _lbfgs(
+    evaluated: Evaluated, recorded: Recorded, logs: Tensor, bounds: Bounds, options: SearchOptions, course: Course
+) -> bool:
+    """Outside of the bounds nothing changes; from what is not finite, a very bad value, a line search steps back."""
     logs.requires_grad_()
     n_steps = options.n_steps
     optimizer = torch.optim.LBFGS(
@@ -507,20 +534,20 @@ def _lbfgs(evaluated: Evaluated, recorded: Recorded, logs: Tensor, options: Sear
     )
 
     def closure() -> Tensor:
-        point = evaluated(logs)
-        value, slope = _read([point])[0]
-        is_finite = recorded(point, value, slope)
+        point = evaluated(logs.detach().clamp(*bounds))
+        is_finite = recorded(point, *_read([point])[0])
         if not is_finite and not math.isfinite(course.best_value):
             raise _Finished
-        logs.grad = point.gradient_at(logs.detach()) if is_finite else torch.zeros_like(logs)
-        return logs.new_tensor(value if is_finite else 1e3 * (1 + abs(course.best_value)))
+        slopes = course.sign * point.gradient
+        logs.grad = slopes.where(point.logs == logs.detach(), 0.0) if is_finite else torch.zeros_like(logs)
+        return logs.new_tensor(course.values[-1] if is_finite else 1e3 * (1 + abs(course.best_value)))
 
     optimizer.step(closure)
     spent = optimizer.state[logs]
     return spent["n_iter"] < n_steps and spent["func_evals"] < 4 * n_steps
 
 
-_METHODS: dict[str, Callable[[Evaluated, Recorded, Tensor, SearchOptions, Course], bool]] = {
+_METHODS: dict[str, Callable[[Evaluated, Recorded, Tensor, Bounds, SearchOptions, Course], bool]] = {
     "adam": _adam,
     "lbfgs": _lbfgs,
 }

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
+from laplace.core import pieces as core_pieces
 from laplace.large_structures import kronecker_eigenvectors
 from laplace.structures import log_det
-from laplace.structures.log_det import Pairs, log_det_ratio
+from laplace.structures.log_det import Pairs, log_det_ratio, log_det_relative
 from tests.reference.compare import assert_close
 
 F64 = torch.float64
@@ -118,6 +119,30 @@ def test_transforms_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     for one, other in zip(*found, strict=True):
         assert_close(one, other, "algebra")
+
+
+@runs
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+def test_relative_to_a_prior_where_operations_are_dear(
+    sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_pieces, "_CHEAP", frozenset())
+    scale, deltas = torch.tensor(1.3, dtype=dtype, requires_grad=True), (0.2 + _drawn(len(sizes))).to(dtype)
+    values, deltas = _eigenvalues(), deltas.requires_grad_()
+    found = torch.autograd.grad(log_det_relative(values, scale, deltas, sizes), (scale, deltas))
+    runs_of = zip(values.split(list(sizes)), deltas, strict=True)
+    sums = torch.stack([(run * scale / delta).log1p().sum() for run, delta in runs_of]).sum()
+    assert_close(log_det_relative(values, scale, deltas, sizes), sums, "algebra" if dtype == F64 else "float32")
+    for one, other in zip(found, torch.autograd.grad(sums, (scale, deltas)), strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, "algebra" if dtype == F64 else "float32")
+    if dtype == F64:
+        assert torch.autograd.gradgradcheck(lambda s, d: log_det_relative(values, s, d, sizes), (scale, deltas))
+        tangents = torch.ones_like(scale.detach()), torch.ones_like(deltas.detach())
+        along = torch.func.jvp(
+            lambda s, d: log_det_relative(values, s, d, sizes), (scale.detach(), deltas.detach()), tangents
+        )[1]
+        assert_close(along, found[0] + found[1].sum(), "algebra")
 
 
 # Eigenvalues two by two.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.core import pieces
 from laplace.errors import InvalidArgument
 from laplace.tuning import search as search_module
 from laplace.tuning.search import BOUND, Evaluate, SearchOptions, minimise
@@ -179,3 +180,18 @@ def test_adam_takes_the_steps_of_pytorch() -> None:
         values.append(value)
         optimizer.step()
     assert_close(torch.tensor(search.values, dtype=torch.float64), torch.stack(values), "algebra")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_step_of_one_operation_is_the_same_step(sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluate(logs: Tensor) -> tuple[Tensor, Tensor]:
+        value, gradient = smooth(logs)
+        return sign * value, sign * gradient
+
+    options = SearchOptions(method="adam", n_steps=50, lr=0.3)
+    many = minimise(evaluate, START, options, sign)
+    monkeypatch.setattr(pieces, "_CHEAP", frozenset())
+    one = minimise(evaluate, START, options, sign)
+    assert_close(torch.tensor(one.values), torch.tensor(many.values), "algebra")
+    assert_close(one.best, many.best, "algebra")
+    assert one.values == minimise(smooth, START, options).values
