@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,11 @@ from laplace.core.checks import require
 from laplace.core.memory import ran_out
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.errors import DataWarning, InvalidArgument, InvalidData, UnsupportedError, warn
-from laplace.extensions.asked import Asked, Several, group_of, posterior_of
+from laplace.extensions.asked import Asked, group_of, posterior_of
 from laplace.extensions.drawn import draw
 from laplace.likelihoods.gaussian import Gaussian
+from laplace.mixture.mixture import MixtureLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.weights.problem import Caller
 
 
@@ -124,8 +125,8 @@ class EnergyForces(nn.Module):
         if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim not in (2, 3):
             what = type(found).__name__ if not isinstance(found, Tensor) else f"{found.dtype} {list(found.shape)}"
             raise InvalidData(
-                f"positions={self.positions!r} of the inputs is {what}; real numbers [B, n, 3], or [N, 3] of graphs, are "
-                "accepted. Say by EnergyForces(model, positions=...) under which key they are."
+                f"positions={self.positions!r} of the inputs is {what}; real numbers [B, n, 3], or [N, 3] of graphs, "
+                "are accepted. Say by EnergyForces(model, positions=...) under which key they are."
             )
         return found
 
@@ -190,8 +191,8 @@ class EnergyForces(nn.Module):
         """
         if stress is not None:
             raise InvalidArgument(
-                "stress= is given, but the outputs are energies and forces alone: leave it out. Stresses are no targets "
-                "of this loss, though a cell among the inputs is read by the network."
+                "stress= is given, but the outputs are energies and forces alone: leave it out. A cell among the "
+                "inputs is read by the network; derivatives with respect to it are no targets."
             )
         if not isinstance(forces, Tensor):
             n = self.n_atoms or max((len(one) for one in forces if one is not None), default=1)
@@ -263,17 +264,17 @@ def _require_room(n: Tensor, n_atoms: int) -> None:
 
 
 _UNITS = {
-    27.2114: "Hartree in place of eV, or of eV/Å",
-    51.4221: "Hartree/Bohr in place of eV/Å",
-    1.8897: "energies per Bohr in place of per Å",
-    23.0605: "eV in place of kcal/mol",
-    96.4853: "eV in place of kJ/mol",
-    4.184: "kcal in place of kJ",
-    10.0: "per Å in place of per nm",
-    627.509: "Hartree in place of kcal/mol",
-    1185.82: "Hartree/Bohr in place of kcal/mol/Å",
+    27.2114: "Hartree and eV",
+    51.4221: "Hartree/Bohr and eV/Å",
+    1.8897: "Bohr and Å",
+    23.0605: "eV and kcal/mol",
+    96.4853: "eV and kJ/mol",
+    4.184: "kcal and kJ",
+    10.0: "Å and nm",
+    627.509: "Hartree and kcal/mol",
+    1185.82: "Hartree/Bohr and kcal/mol/Å",
 }
-"""Ratios of units in use, and which mistake leads to each: what the network is in, in place of what the targets are."""
+"""Ratios of units in use; of the two the first is the larger, or that of the larger force."""
 
 
 @dataclass(frozen=True)
@@ -309,19 +310,14 @@ def warn_of_scale(predicted: Tensor, observed: Tensor) -> None:
     if n < _ENOUGH or not ff * yy > 0 or fy * fy < _ALIKE * ff * yy or 2 / 3 < fy / ff < 3 / 2:
         return
     factor = fy / ff
-    if -3 / 2 < factor < -2 / 3:
-        reason = "they have another sign: forces are −∂E/∂x, gradients are not"
-    else:
-        sized = {ratio: what for ratio, what in _UNITS.items()} | {1 / ratio: what for ratio, what in _UNITS.items()}
-        near = min(sized, key=lambda ratio: abs(abs(factor) / ratio - 1))
-        is_known = abs(abs(factor) / near - 1) < 0.1
-        reason = (
-            f"a factor of {near:.4g} is that of {sized[near]}, or the reverse" if is_known else "look at their units"
-        )
-        reason = f"they have another sign, too; {reason}" if factor < 0 else reason
+    size = max(abs(factor), abs(1 / factor))
+    near = min(_UNITS, key=lambda ratio: abs(size / ratio - 1))
+    reason = f"{near:.4g} is the ratio of {_UNITS[near]}" if abs(size / near - 1) < 0.1 else "look at their units"
+    sign = "they have another sign, for forces are −∂E/∂x" if factor < 0 else ""
+    reasons = " and ".join(filter(None, [sign, reason if size > 3 / 2 else ""]))
     warn(
         f"the forces of the data are {factor:.4g} times those of the network, and so explained to "
-        f"{fy * fy / (ff * yy):.0%}: {reason}. Give targets in the units of −∂E/∂x, or scale the network.",
+        f"{fy * fy / (ff * yy):.0%}: {reasons}. Give targets in the units of −∂E/∂x, or scale the network.",
         DataWarning,
     )
 
@@ -354,7 +350,7 @@ class AtomicPrediction:
         return self.covariance.diagonal(dim1=1, dim2=2)[:, 1:].unflatten(1, (-1, 3))
 
 
-def energy_forces(la: Several, x: Inputs) -> AtomicPrediction:
+def energy_forces(la: ParametricLaplace | MixtureLaplace, x: Inputs) -> AtomicPrediction:
     """Energies, forces and their joint covariance under a posterior, or a mixture, of an `EnergyForces`.
 
     Args:

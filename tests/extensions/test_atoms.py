@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import laplace
-from laplace import Laplace, MixtureLaplace
+from laplace import Laplace, MixtureLaplace, metrics
 from laplace.errors import DataWarning, InvalidArgument, InvalidData, UnsupportedError
 from laplace.extensions.atoms import (
     EnergyForces,
@@ -155,7 +155,9 @@ def test_the_last_layer_is_the_rigidity_of_features_summed_over_atoms() -> None:
     held_out = configurations(60, seed=11)
     chosen = la.calibrate([(held_out, observed(held_out))])
     assert chosen.scale > 0
-    alpha, ridge = chosen.scale * chosen.sigma_noise**2, chosen.sigma_noise**2 * chosen.prior_precision
+    assert chosen.tilt is None
+    squares = chosen.network_noise**2
+    alpha, ridge = chosen.scale * squares, squares * chosen.prior_precision
     assert_close(la.predict(other).latent_variance[:, 0], rigidity(alpha, ridge), "algebra")
 
 
@@ -223,8 +225,8 @@ def test_losses_are_those_of_a_gaussian() -> None:
     members = torch.randn(5, 3, 4, dtype=torch.float64, generator=generator)
     y = torch.randn(3, 4, dtype=torch.float64, generator=generator)
     mean, variance = members.mean(0), members.var(0, correction=0) + 0.1**2
-    assert_close(crps_loss(members, y, 0.1), laplace.metrics.gaussian_crps(mean, variance, y) / 4, "algebra")
-    assert_close(nll_loss(members, y, 0.1), laplace.metrics.gaussian_nll(mean, variance, y) / 4, "algebra")
+    assert_close(crps_loss(members, y, 0.1), metrics.gaussian_crps(mean, variance, y) / 4, "algebra")
+    assert_close(nll_loss(members, y, 0.1), metrics.gaussian_nll(mean, variance, y) / 4, "algebra")
     members[:, 0, 0] = 0.0  # an atom that is not there
     members.requires_grad_()
     y[0, 0] = torch.nan
@@ -358,9 +360,9 @@ def test_energies_without_a_graph_are_refused(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(-1.0, "another sign: forces are"), (27.2114, "27.21 is that of Hartree"), (1 / 51.4221, "0.01945 is that of"),
-     (-1 / 23.0605, "another sign, too; a factor of 0.04336"), (3.3, "look at their units"),
-     (1.0, ""), (1.3, "")],
+    [(-1.0, "they have another sign, for forces are −∂E/∂x. Give"), (27.2114, "27.21 is the ratio of Hartree and eV"),
+     (1 / 51.4221, "51.42 is the ratio"), (-1 / 23.0605, "another sign, for forces are −∂E/∂x and 23.06 is the ratio"),
+     (3.3, "look at their units"), (1.0, ""), (1.3, "")],
 )  # fmt: skip
 def test_forces_of_another_sign_or_unit_are_noticed(factor: float, message: str) -> None:
     potential, x = EnergyForces(network(), weights=WEIGHTS), configurations()

@@ -25,6 +25,7 @@ class MessagePassing(nn.Module):
         self.mix = nn.Linear(width, width)
         self.hidden = nn.Linear(width, width)
         self.head = nn.Linear(width, 1)
+        self.centres: Tensor
         self.register_buffer("centres", torch.linspace(0.5, cutoff, n_radial))
 
     def pairs(self, positions: Tensor, species: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,11 @@ def species_factors(model: MessagePassing, x: Mapping[str, Tensor], weights: Ten
     atoms, B = Σ_nc w_nc (Σ_t g)(Σ_t g)ᵀ.
     """
     seen: list[Tensor] = []
-    handle = model.species.register_forward_hook(lambda _module, args, output: seen.extend((args[0], output)))
+
+    def note(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.extend((args[0], output))
+
+    handle = model.species.register_forward_hook(note)
     f = energies_and_forces(model, x)
     handle.remove()
     a, z = seen
