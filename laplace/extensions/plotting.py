@@ -62,16 +62,28 @@ def reliability_diagram(ax: Axes, predictions: Mapping[str, Tensor], y: Tensor, 
         ax: Where to draw; returned.
         predictions: Name to class probabilities `[B, C]`.
         y: Labels `[B]`.
-        n_bins: Number of bins over the confidence; empty ones are left out.
+        n_bins: Number of bins over the confidence. One of fewer than 10 data, and than 2 %, joins a neighbour.
     """
     ax.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     for (name, probs), colour in zip(predictions.items(), cycle(COLOURS), strict=False):
-        count, confidence, correct = (values.tolist() for values in calibration_bins(probs.detach(), y, n_bins))
-        used = [m for m in range(n_bins) if count[m] > 0]
+        points = _joined(*(values.tolist() for values in calibration_bins(probs.detach(), y, n_bins)))
         label = f"{name} (ECE {float(expected_calibration_error(probs.detach(), y)):.3f})"
-        ax.plot([confidence[m] for m in used], [correct[m] for m in used], "o-", ms=4, color=colour, label=label)
+        ax.plot([x for x, _ in points], [share for _, share in points], "o-", ms=4, color=colour, label=label)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     return _finish(ax)
+
+
+def _joined(count: list[float], confidence: list[float], correct: list[float]) -> list[tuple[float, float]]:
+    """Mean confidence and accuracy of bins with data enough, that none is a spike of two."""
+    least, bins = min(10.0, 0.02 * sum(count)), list[list[float]]()
+    for n, *means in zip(count, confidence, correct, strict=True):
+        if not bins or bins[-1][0] >= max(1.0, least):
+            bins.append([0.0, 0.0, 0.0])
+        bins[-1] = [total + part for total, part in zip(bins[-1], [n, *(n * mean for mean in means)], strict=True)]
+    if len(bins) > 1 and bins[-1][0] < least:
+        few = bins.pop()
+        bins[-1] = [total + part for total, part in zip(bins[-1], few, strict=True)]
+    return [(confident / n, right / n) for n, confident, right in bins if n]
 
 
 def quantile_diagram(ax: Axes, predictions: Mapping[str, tuple[Tensor, Tensor]], y: Tensor, n_levels: int = 20) -> Axes:

@@ -62,6 +62,19 @@ def test_the_reliability_diagram_leaves_out_empty_bins() -> None:
     assert list(axes.lines[1].get_ydata()) == pytest.approx([0.5])
 
 
+def test_the_reliability_diagram_has_no_spike_of_two_images() -> None:
+    """Two of 200 data are right at a confidence of 0.35, 98 of the others at 0.55 and the rest at 0.95, one in two."""
+    _, (axes,) = new_figure()
+    confidence = torch.tensor([0.35] * 2 + [0.55] * 98 + [0.95] * 98 + [0.65] * 2, dtype=torch.float64)
+    right = torch.tensor([1] * 2 + [0, 1] * 98 + [0] * 2)
+    others = ((1 - confidence) / 2).unsqueeze(1).expand(-1, 2)
+    probs = torch.cat([confidence.unsqueeze(1), others], 1)
+    reliability_diagram(axes, {"MAP": probs}, 1 - right)
+    x, accuracy = axes.lines[1].get_data()
+    assert list(x) == pytest.approx([(2 * 0.35 + 98 * 0.55) / 100, (2 * 0.65 + 98 * 0.95) / 100])
+    assert list(accuracy) == pytest.approx([51 / 100, 49 / 100])
+
+
 def test_without_matplotlib_the_error_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependency, match="pip install"):
