@@ -159,8 +159,8 @@ benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick),
 	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)
 	$(if $(wildcard $(PEER)/.stamp),PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS))
 
-benchmark-quality: $(READY)  ## Compare ways to get uncertainty, and write docs/quality.md (ARGS= e.g. --pretrained, --quick)
-	PYTHONPATH=. $(PY) -m benchmarks.quality $(if $(findstring --quick,$(ARGS)),,--keep) $(ARGS)
+benchmark-quality: $(READY)  ## Compare ways to get uncertainty, and write docs/quality.md (ARGS= e.g. --pretrained, --quick; --method my.py measures yours)
+	PYTHONPATH=. $(PY) -m benchmarks.quality $(if $(findstring --quick,$(ARGS))$(findstring --method,$(ARGS)),,--keep) $(ARGS)
 
 benchmark-peer: $(READY) $(PEER)/.stamp  ## The same work by laplace-torch and by this library in turn (ARGS= e.g. --quick)
 	PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS)

@@ -1,7 +1,7 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
     python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
-                                 [--first-seed N] [--json PATH]
+                                 [--first-seed N] [--json PATH] [--method FILE]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv`, and `--answers` language models that answer by choices and
@@ -9,6 +9,9 @@ labels that are bought (`language`, `acquiring`). With `--keep` the results are 
 those of the same rows, and the pages are written anew; `--json` writes them to a file of their own, such as
 those of other seeds, of which `--first-seed` is the first. Every process has one thread. Afterwards come the
 checks of what else a posterior knows, `benchmarks.quality.knows`.
+
+`--method` measures a file with `fit(model, train, validation)`, which returns `predict(x)`, and prints its line below
+those that are kept, and its negative log likelihood row by row (docs/quality.md); nothing is kept.
 
 Nothing is chosen on test data, on shifted or on unseen inputs. The rule by which `la.calibrate` chooses was chosen on
 other seeds, see `benchmarks.quality.rules`.
@@ -20,9 +23,10 @@ import argparse
 import json
 import multiprocessing
 import platform
+import runpy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -32,7 +36,8 @@ from typing import Any
 import torch
 
 from benchmarks.quality import acquiring, freesolv, knows, language, page, summary, targets
-from benchmarks.quality.methods import columns, unseen_scores
+from benchmarks.quality.data import Split
+from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import losses, paired, scores
 from laplace.errors import LaplaceWarning
@@ -41,8 +46,8 @@ N_SPLITS = 5
 QUICK = {"epochs": 3, "patience": 0}
 
 
-def measured(row: Row, seed: int) -> list[dict[str, Any]]:
-    """The columns of one row on one split: method, posterior, what was chosen, and scores.
+def measured(row: Row, seed: int, method: Path | None = None) -> list[dict[str, Any]]:
+    """The columns of one row on one split: method, posterior, what was chosen, and scores; or those of a user's file.
 
     `paired` is the mean difference of the negative log scores from those of the network, on the test data, and its
     standard error; `shifts` has both, and the score itself, for each change of the test inputs.
@@ -50,7 +55,7 @@ def measured(row: Row, seed: int) -> list[dict[str, Any]]:
     split = row.split(seed)
     network: dict[str, torch.Tensor] = {}
     found = []
-    for column in columns(row, split, seed):
+    for column in _columns(row, split, seed, method):
         with torch.no_grad():
             predicted = column.predict(split.test[0])
             unseen = None if split.unseen is None else column.predict(split.unseen)
@@ -67,19 +72,25 @@ def measured(row: Row, seed: int) -> list[dict[str, Any]]:
     return found
 
 
+def _columns(row: Row, split: Split, seed: int, method: Path | None) -> Iterator[Column]:
+    if method is None:
+        return columns(row, split, seed)
+    return own_columns(method.stem, runpy.run_path(str(method))["fit"], row, split, seed)
+
+
 Found = tuple[list[dict[str, Any]], dict[str, Any]]
 """The columns of a row on one split, and its scores of unseen inputs."""
 
 
-def _job(given: tuple[str, int, bool]) -> tuple[str, int, float, Found]:
-    name, seed, quick = given
+def _job(given: tuple[str, int, bool, Path | None]) -> tuple[str, int, float, Found]:
+    name, seed, quick, method = given
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", LaplaceWarning)  # the evidence's columns are shown as they are, without advice
     start = time.process_time()
     row = ROWS[name]
     if quick:
         row = replace(row, options={**row.options, **QUICK}, posteriors=row.posteriors[:2])
-    found = measured(row, seed), unseen_scores(row, row.split(seed), seed)
+    found = measured(row, seed, method), {} if method else unseen_scores(row, row.split(seed), seed)
     return name, seed, time.process_time() - start, found
 
 
@@ -92,12 +103,16 @@ def rounded(value: Any, digits: int = 4) -> Any:
     return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
-def run(names: list[str], *, quick: bool, processes: int, first_seed: int = 0) -> list[dict[str, Any]]:
+def run(
+    names: list[str], *, quick: bool, processes: int, first_seed: int = 0, method: Path | None = None
+) -> list[dict[str, Any]]:
     """The rows of these names, with all columns on all splits; those whose data are not installed are left out."""
     sizes = {name: found for name in names if (found := _sizes(ROWS[name]))}
     names = list(sizes)
     jobs = [
-        (name, seed, quick) for name in names for seed in range(first_seed, first_seed + (1 if quick else N_SPLITS))
+        (name, seed, quick, method)
+        for name in names
+        for seed in range(first_seed, first_seed + (1 if quick else N_SPLITS))
     ]
     done: dict[str, dict[int, Found]] = {name: {} for name in names}
     seconds = dict.fromkeys(names, 0.0)
@@ -152,6 +167,18 @@ def _optional(name: str, measure: Callable[..., dict[str, Any]], *, quick: bool)
         return {}
 
 
+def with_own(name: str, rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> str:
+    """The table of all methods with a user's own as the last line, and its negative log likelihood row by row."""
+    rows = [row for row in rows if all(targets.column(split, name) for split in row["splits"])]
+    classes = [row for row in rows if targets.is_classification(row)]
+    if not rows:
+        return f"{name} was measured on no row."
+    names = {row["name"] for row in rows}
+    found = summary.Summary.of(classes, name, ("",))
+    tables = [summary.opening([row for row in kept if row["name"] in names], {name: found})] if found else []
+    return "\n\n".join([*tables, page.compared(rows, "nll", columns={name: (name, "")})])
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,16 +190,22 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--first-seed", type=int, default=0, help="of the splits; that of the pages is 0")
     parser.add_argument("--json", type=Path, help="write the rows here, and check nothing else")
+    parser.add_argument(
+        "--method", type=Path, help="a file with fit(model, train, validation), which returns predict(x)"
+    )
     given = parser.parse_args()
-    if given.keep and (given.quick or given.first_seed or given.json):
-        parser.error("results of --quick, of other seeds and of --json are not kept")
+    if given.keep and (given.quick or given.first_seed or given.json or given.method):
+        parser.error("results of --quick, of other seeds, of --json and of --method are not kept")
     found: dict[str, Any] = {
         "where": f"{platform.system()} {platform.machine()}, torch {torch.__version__}",
         "rows": run(
             [name for name in ROWS if given.only in name],
-            quick=given.quick, processes=given.processes, first_seed=given.first_seed,
+            quick=given.quick, processes=given.processes, first_seed=given.first_seed, method=given.method,
         ),
     }  # fmt: skip
+    if given.method:
+        print(with_own(given.method.stem, found["rows"], json.loads(page.RESULTS.read_text("utf-8"))["rows"]))
+        return
     if given.json:
         found = rounded(found)
         given.json.write_text(_in_lines(found), "utf-8")

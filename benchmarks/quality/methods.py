@@ -106,6 +106,22 @@ def columns(row: Row, split: Split, seed: int) -> Iterator[Column]:
         raise RuntimeError("the network was changed")
 
 
+Fit = Callable[[nn.Module, list[Pair], list[Pair]], Predictor]
+"""`fit(model, train, validation)` of a user's file: takes a trained network and batches, returns the predictor."""
+
+
+def own_columns(name: str, fit: Fit, row: Row, split: Split, seed: int) -> Iterator[Column]:
+    """The network, and a method of the user's own; nothing where that refuses the row by a `NotImplementedError`."""
+    model = trained(row.make, split, seed, **row.options)
+    try:
+        predict = fit(copy.deepcopy(model), batches(split.train), batches(split.val))
+    except NotImplementedError:
+        return
+    network = with_noise(lambda x: [model(x)], split.val) if split.is_regression else lambda x: model(x).softmax(1)
+    yield Column(NETWORK, "", network)
+    yield Column(name, "", predict)
+
+
 @dataclass
 class Epochs:
     """Counts them."""

@@ -67,12 +67,12 @@ def marked(mean: float, error: float, better: int = -1) -> str:
     return f"**{text}**" if better * mean > 0 else f"*{text}*"
 
 
-def compared(rows: Iterable[Row], score: str, better: int = -1) -> str:
+def compared(rows: Iterable[Row], score: str, better: int = -1, columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
     """The network's score, and the differences of the other columns."""
     rows = [row for row in rows if values(row, NETWORK, score)]
     columns = {
         name: (method, posterior)
-        for name, (method, posterior) in COLUMNS.items()
+        for name, (method, posterior) in columns.items()
         if any(values(row, method, score, posterior) for row in rows)
     }
     return table(

@@ -1,5 +1,4 @@
-"""What a method gains and risks over all runs of the classifications: the tables that docs/quality.md and, in short,
-docs/choose.md open with.
+"""What a method gains and risks over all runs of the classifications: the tables of docs/quality.md and docs/choose.md.
 
 Differences are from the network of the same run. A run is a row and a split.
 """
@@ -196,9 +195,9 @@ HEADING = (
 )  # fmt: skip
 
 
-def opening(rows: list[Row]) -> str:
-    """The table of all methods."""
-    return table(HEADING, (_line(name, found) for name, found in summaries(rows).items()))
+def opening(rows: list[Row], own: dict[str, Summary] | None = None) -> str:
+    """The table of all methods, and of others by their names."""
+    return table(HEADING, (_line(name, found) for name, found in {**summaries(rows), **(own or {})}.items()))
 
 
 SHORT = ("", "NLL", "not worse", "NLL under shift", "AUROC of unseen", "Brier", "AURC", "more trainings")
@@ -209,11 +208,13 @@ def short(rows: list[Row]) -> str:
     return table(
         SHORT,
         (
-            [name, signed(one.nll[0]), number(one.within_least, 2), signed(one.shift[0], 2), signed(one.auroc[0], 2)]
-            + [signed(one.brier[0]), signed(one.aurc[0], 4), _trainings(one)]
+            [
+                name, signed(one.nll[0]), number(one.within_least, 2), signed(one.shift[0], 2), signed(one.auroc[0], 2),
+                signed(one.brier[0]), signed(one.aurc[0], 4), _trainings(one),
+            ]
             for name, one in summaries(rows).items()
         ),
-    )
+    )  # fmt: skip
 
 
 def _trainings(found: Summary) -> str:

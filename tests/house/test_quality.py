@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,21 @@ def test_quick_rows_make_a_table(quick: list[dict[str, Any]]) -> None:
     assert line.startswith("| iris | ") and line.count(" ± .000") == len(page.COLUMNS)
     assert page.unseen(quick[:1]).splitlines()[-1].count(" ± .000") == len(page.SCORES)
     assert len(targets.targets({"rows": quick})) == 11
+
+
+def test_a_method_of_one_s_own_gets_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """That of docs/quality.md, on one classification and on a regression, which it refuses."""
+    pytest.importorskip("sklearn")
+    (code,) = re.findall(r"^```python\n(def fit\(.*?)^```$", page.PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "warm.py").write_text(code, "utf-8")
+    arguments = ["quality", "--method", str(tmp_path / "warm.py"), "--quick", "--only", "i", "--processes", "1"]
+    monkeypatch.setattr(quality, "ROWS", {name: ROWS[name] for name in ("iris", "sine with a gap")})
+    monkeypatch.setattr("sys.argv", arguments)
+    quality.main()
+    *_, opening, rows = capsys.readouterr().out.rstrip().split("\n\n")
+    assert opening.splitlines()[-1].startswith("| warm | ") and "| five networks | " in opening
+    heading, _, line = rows.splitlines()
+    assert heading == "| data | network | warm |" and line.startswith("| iris | ")
 
 
 def test_the_opening_table_by_hand() -> None:
