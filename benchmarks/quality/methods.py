@@ -222,7 +222,7 @@ def calibrated(model: nn.Module, split: Split, posterior: str, val: list[Pair] |
     la = Laplace(model, "regression" if split.is_regression else "classification", *POSTERIORS[posterior])
     train = batches(split.train)
     la.fit(train)
-    found = la.calibrate(val) if val else la.calibrate(train_loader=train)
+    found = la.calibrate(val, train_loader=train)
     return Column(CALIBRATE if val else REFITS, posterior, _of(la), in_words(found))
 
 

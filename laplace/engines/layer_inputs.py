@@ -33,6 +33,16 @@ def read_layers(problem: Problem) -> dict[str, int]:
     return found
 
 
+def first_dense(problem: Problem) -> list[str]:
+    """Name of the layer that the network begins with, where that is dense and none of those with random weights.
+
+    Of a convolution r would cost as much as the layer itself, and was measured to say little.
+    """
+    named = ((name, module) for name, module in problem.module.named_modules() if isinstance(module, _READ))
+    name, module = next(named, ("", None))
+    return [name] if isinstance(module, nn.Linear) and name not in read_layers(problem) else []
+
+
 def layer_inputs(
     problem: Problem, x: Inputs, names: Sequence[str], *, create_graph: bool = False
 ) -> tuple[OutputRows, dict[str, Tensor]]:

@@ -63,7 +63,7 @@ class TiltedOutputs(GaussianSource):
         if self.alone:
             posterior = _without_covariance(self.network(), form, source.group_size, wide=wide)
             r = self._read[1]
-        elif source.posterior.problem.head is not None and "_read" not in self.__dict__:
+        elif source.posterior.problem.head is not None and len(self.tilt.layers) == 1 and "_read" not in self.__dict__:
             seen: list[Tensor] = []
             posterior = source.gaussian(form, wide=wide, noted=lambda pieces: noted_inputs(pieces, seen))
             if sum(map(len, seen)) == len(posterior.mean):

@@ -372,7 +372,7 @@ def _tilt(
 def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _Batch:
     """A batch by one pass: of a head with its Jacobian, which is no more than its inputs; else the forward pass."""
     posterior, names = part.posterior, tuple(each.layer for each in leverages)
-    if posterior.problem.head is not None and not posterior.problem.reduction:
+    if posterior.problem.head is not None and len(names) == 1 and not posterior.problem.reduction:
         seen: list[Tensor] = []
         latents = part.latents(x, noted=lambda pieces: noted_inputs(pieces, seen))
         if sum(map(len, seen)) == len(latents[0]):

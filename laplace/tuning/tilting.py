@@ -20,7 +20,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import Factor
-from laplace.engines.layer_inputs import in_rows, layer_inputs, read_layers
+from laplace.engines.layer_inputs import first_dense, in_rows, layer_inputs, read_layers
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt, applies_to
 from laplace.tuning.candidates import Summaries
@@ -37,7 +37,8 @@ def leverages_of(posterior: Posterior, train_loader: Iterable[Any] | None) -> tu
     """Leverages in the layers with random weights, by the second moments of the training inputs; or why there are none.
 
     Moments are those of the fit, which has them as Kronecker factors, or keeps features of a last layer; else sums
-    of one forward pass over the training data.
+    of one forward pass over the training data. Where these are given, the layer that the network begins with counts
+    beside a last layer, if it is dense: what is strange about an input is seen there, and may be lost on the way.
     """
     if not applies_to(posterior.likelihood):
         return (), f"the outputs of likelihood={posterior.likelihood.name!r} have no size that is a confidence"
@@ -45,8 +46,10 @@ def leverages_of(posterior: Posterior, train_loader: Iterable[Any] | None) -> tu
     if not layers or posterior.problem.processes is not None:
         return (), "no dense or convolutional layer has random weights whose inputs could be read"
     moments = _of_fit(posterior, layers)
-    if not moments and train_loader is not None:
-        moments = _summed(posterior, list(layers), train_loader)
+    if train_loader is not None:
+        first = [] if posterior.problem.head is None else first_dense(posterior.problem)
+        missing = first if moments else [*first, *layers]
+        moments = (_summed(posterior, missing, train_loader) if missing else {}) | moments
     if not moments:
         return (), "the fit has no second moments of the layers' inputs; give train_loader=, the data of the fit"
     dtype = posterior.hypers.dtype

@@ -74,7 +74,8 @@ def true_distances(la: Any, weights: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CELLS = [("all", "kron", False), ("last_layer", "kron", False), ("last_layer", "full", False), ("all", "diag", True),
-         ("all", "gp", True), ("last_layer", "diag", True)]  # fmt: skip
+         ("all", "gp", True), ("last_layer", "diag", False), ("last_layer", "diag", True),
+         ("last_layer", "kron", True)]  # fmt: skip
 
 
 def new_inputs() -> Tensor:
@@ -88,7 +89,9 @@ def test_probabilities(weights: str, structure: str, given: bool, scale: float) 
     la, x = fitted(weights, structure, **options), new_inputs()
     variances = scale * la.predict(x).latent_variance
     calibrated(la, 2.0, 3.0, scale, [data(N_TRAIN, 0)] if given else None)
-    r = true_distances(la, weights, x)[1]
+    # With the training data the layer that the network begins with counts beside a last layer.
+    read = "all" if given else weights
+    r = true_distances(la, read, x)[1]
     assert bool((r > 3).any() & (r < 3).any())
     expected = reference.probabilities(network()(x).detach(), r, 2.0, 3.0, variances)
     assert_close(la(x), expected, "algebra")
@@ -98,7 +101,17 @@ def test_probabilities(weights: str, structure: str, given: bool, scale: float) 
             assert_close(la(x, link_approx=link), expected, "algebra")
     assert torch.equal(la(x).argmax(1), network()(x).argmax(1)) or scale
     tilt = la.calibration.tilt
-    assert tilt.layers == (("2",) if weights == "last_layer" else ("0", "2"))
+    assert tilt.layers == (("0", "2") if read == "all" else ("2",))
+
+
+def test_a_network_that_begins_with_a_convolution_has_its_last_layer_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    (x, y), (held_out, labels) = data(N_TRAIN, 0), data(N_VAL, 1)
+    la: Any = Laplace(model, "classification", "last_layer", "kron")
+    la.fit([(x.unsqueeze(1), y)])
+    found = la.calibrate([(held_out.unsqueeze(1), labels)], train_loader=[(x.unsqueeze(1), y)])
+    assert found.tilt.layers == ("4",)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1])
