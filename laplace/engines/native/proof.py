@@ -10,6 +10,10 @@ where the left side contracts the per-sample blocks for the *unweighted* cotange
 whose uses fail for every batch axis goes down the ladder of fallbacks, probed in the same way. `Routing` finds the
 samples of rows without a batch dimension (routed to experts, or packed). Parameters without a gradient are unused, or
 used in a way that autograd cannot see, of which `check_unreached` warns.
+
+The probe takes some backward passes, and is asked of the first batch of a form alone, where no earlier proof serves
+(`proof_cache`). In every pass autograd's graph is asked whether the calls of a rule still hold all that reads its
+parameter (`holds`, by `graph`): a number that was zero in the probe may hide another use.
 """
 
 from __future__ import annotations
