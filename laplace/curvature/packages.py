@@ -34,7 +34,7 @@ from laplace.engines.native.functions import FunctionCall, LayerCall
 from laplace.engines.native.kinds import HessianEngine, OuterEngine
 from laplace.engines.native.proof import close, first_of_use
 from laplace.engines.native.rules import BatchAxis
-from laplace.engines.sinks import BlockSink, DiagSink, ProductSink, Sink
+from laplace.engines.sinks import BatchForm, BlockSink, DiagSink, ProductSink, Sink
 from laplace.errors import CurvatureError, InstallationWarning, MissingDependency, ignore, warn
 from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.likelihoods.base import Likelihood, Observed
@@ -234,6 +234,7 @@ class PackageEngine(CurvatureEngine):
             blocks = [values] if sink.quantity == "full" else values
             sink.put([block.to(self.dtype).unsqueeze(0) for block in blocks])
         elif isinstance(sink, DiagSink):
+            sink.begin(BatchForm(self.problem, 1, self.dtype, self.dtype))  # which chooses the dtype of the sum
             sink.put(torch.cat(values).to(self.dtype).unsqueeze(0))
         else:
             sink.put(self._kron_parts(values, first_of_use(watched.plan)))
