@@ -111,12 +111,6 @@ def are_finite(values: Tensor, *others: Tensor) -> Tensor:
     return sum([(other * 0).sum() for other in others], (values * 0).sum()) == 0
 
 
-def are_numbers(values: Tensor) -> Tensor:
-    """True, 0-dim, if none of some values, at least one, is NaN: that spreads in a maximum."""
-    largest = values.amax()
-    return largest == largest
-
-
 def is_true(question: Tensor) -> bool:
     """The truth value of a 0-dim tensor, read together with the conditions that wait."""
     waiting = _WAITING.get()

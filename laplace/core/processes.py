@@ -136,11 +136,6 @@ class Processes:
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise UnsupportedError("a group of processes cannot be pickled; they are given to each call by group=.")
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Puts the sum over all processes in the place of a contiguous tensor, and returns it."""
-        distributed.all_reduce(tensor, group=self.group)
-        return tensor
-
     def add_(self, sums: Mapping[str, Tensor], symmetric: Callable[[Tensor], bool]) -> None:
         """Puts the sums over all processes in the place of this one's, in place.
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import LEAST, Available, available, in_units
-from laplace.core.progress import known_length
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
@@ -161,12 +159,6 @@ def first_counted(
     raise InvalidData("the loader gave no data, or all are ignored; a plan needs at least one datum.")
 
 
-def length(loader: Iterable[Any]) -> int | None:
-    """Number of batches of a loader, or None."""
-    batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
-    return known_length(loader)
-
-
 @dataclass(frozen=True)
 class MemoryCheck:
     """Refuses a fit that would take more memory than there is."""
@@ -194,10 +186,6 @@ class MemoryCheck:
         there = available(self.problem.device)
         return there if there is not None and there.size < needed else None
 
-    def _whole(self, profile: BatchProfile) -> BatchProfile:
-        """The profile with the number of batches, which no batch shows."""
-        return replace(profile, n_batches=self.n_batches)
-
     def refusal(self, profile: BatchProfile, there: Available) -> OutOfMemory:
         """The error, with other choices that memory holds."""
         plan = make_plan(profile, self.problem, self.structure, self.options, self.n_batches)
@@ -213,7 +201,7 @@ class MemoryCheck:
         others = [o for o in plan.cheaper if (o.weights, o.structure) != (chosen.weights, chosen.structure)]
         small = [other for other in others if other.peak_bytes <= there.size]
         ways = [f"Choose what takes less: {_listed(small, chosen.weights)}."] if small else []
-        small_batch = self._whole(profile).of_one_datum()
+        small_batch = replace(profile, n_batches=self.n_batches).of_one_datum()
         if self.structure.cost(small_batch, self.options).fit_bytes(small_batch) <= there.size:
             ways.append("Give the loader smaller batches (batch_size).")
         if not ways:
