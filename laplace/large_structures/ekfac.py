@@ -31,7 +31,6 @@ from laplace.errors import InvalidArgument, InvalidData, StateError
 from laplace.structures.base import (
     Curvature,
     DataPass,
-    Recent,
     SumPass,
     keeps_last,
     require_finite,
@@ -165,12 +164,11 @@ class EkfacCurvature(Curvature):
     def spectra(self, weights: Tensor) -> Spectra:
         """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
         blocks = self._blocks(None if self.n_terms == 1 else weights / weights.mean())
-        key = weights.dtype, *map(id, blocks)
-        return self._recent(key, lambda: Spectra(blocks, weights.dtype))
+        return self._of_blocks((blocks, weights.dtype))
 
-    @cached_property
-    def _recent(self) -> Recent[Spectra]:
-        return Recent()
+    @keeps_last
+    def _of_blocks(self, key: tuple[tuple[BlockSpectrum, ...], torch.dtype]) -> Spectra:
+        return Spectra(*key)
 
     @keeps_last
     def _blocks(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:

@@ -22,7 +22,6 @@ from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
-    Recent,
     SignedOptions,
     keeps_last,
     nonnegative,
@@ -157,12 +156,11 @@ class BlockCurvature(AdditiveCurvature):
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
         blocks = self._decomposed(None if self.n_terms == 1 else weights / weights.mean())
-        key = weights.dtype, *map(id, blocks)
-        return self._recent(key, lambda: Spectra(blocks, weights.dtype, self.groups, signed=self.signed))
+        return self._of_blocks((blocks, weights.dtype))
 
-    @cached_property
-    def _recent(self) -> Recent[Spectra]:
-        return Recent()
+    @keeps_last
+    def _of_blocks(self, key: tuple[tuple[BlockSpectrum, ...], torch.dtype]) -> Spectra:
+        return Spectra(*key, self.groups, signed=self.signed)
 
     @keeps_last
     def _decomposed(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:

@@ -32,7 +32,6 @@ from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
-    Recent,
     keeps_last,
     linked,
     other_structure,
@@ -526,12 +525,11 @@ class KronCurvature(AdditiveCurvature):
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
         blocks = self._decomposed(None if self.n_terms == 1 else weights / weights.mean())
-        key = weights.dtype, *map(id, blocks)
-        return self._recent(key, lambda: Spectra(blocks, weights.dtype, factored=True, summed=self.parts.summed))
+        return self._of_blocks((blocks, weights.dtype))
 
-    @cached_property
-    def _recent(self) -> Recent[Spectra]:
-        return Recent()
+    @keeps_last
+    def _of_blocks(self, key: tuple[tuple[BlockSpectrum, ...], torch.dtype]) -> Spectra:
+        return Spectra(*key, factored=True, summed=self.parts.summed)
 
     @keeps_last
     def _unit_spectra(self, dtype: torch.dtype) -> Spectra:
