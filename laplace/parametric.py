@@ -29,12 +29,7 @@ from laplace.core.overrides import COVARIANCES, is_overridden, require_positive,
 from laplace.core.positions import channels_last
 from laplace.core.registry import KeyedClasses
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
-from laplace.errors import (
-    InvalidArgument,
-    LaplaceError,
-    NotFittedError,
-    ReadOnlyError,
-)
+from laplace.errors import InvalidArgument, LaplaceError, NotFittedError, ReadOnlyError
 from laplace.evidence import Evidence, finite_evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood

@@ -28,14 +28,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateEr
 from laplace.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.dual import (
-    Dual,
-    DualPrecision,
-    JointPrecision,
-    Projected,
-    ProjectedScan,
-    each_output,
-)
+from laplace.structures.dual import Dual, DualPrecision, JointPrecision, Projected, ProjectedScan, each_output
 from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")

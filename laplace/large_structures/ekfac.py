@@ -28,14 +28,7 @@ from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData, StateError
-from laplace.structures.base import (
-    Curvature,
-    DataPass,
-    SumPass,
-    keeps_last,
-    require_finite,
-    those_known,
-)
+from laplace.structures.base import Curvature, DataPass, SumPass, keeps_last, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan

@@ -53,14 +53,7 @@ from laplace.large_structures.kronecker_eigenvectors import (
     pair_bytes,
 )
 from laplace.structures import linalg
-from laplace.structures.base import (
-    Curvature,
-    DataPass,
-    keeps_last,
-    linked,
-    require_finite,
-    those_known,
-)
+from laplace.structures.base import Curvature, DataPass, keeps_last, linked, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.log_det import Pairs, log_det_ratio

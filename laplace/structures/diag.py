@@ -17,14 +17,7 @@ from laplace.core.layout import Layout
 from laplace.engines.sinks import DiagSink
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
-from laplace.structures.base import (
-    AdditiveCurvature,
-    Curvature,
-    Recent,
-    SignedOptions,
-    nonnegative,
-    other_structure,
-)
+from laplace.structures.base import AdditiveCurvature, Curvature, Recent, SignedOptions, nonnegative, other_structure
 from laplace.structures.cost import Cost
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted

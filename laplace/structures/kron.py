@@ -29,13 +29,7 @@ from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
-from laplace.structures.base import (
-    AdditiveCurvature,
-    Curvature,
-    keeps_last,
-    linked,
-    other_structure,
-)
+from laplace.structures.base import AdditiveCurvature, Curvature, keeps_last, linked, other_structure
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.linalg import power
 from laplace.structures.precision import (
