@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,13 +82,9 @@ def save(la: BaseLaplace) -> dict[str, Any]:
     keeps what its layers see of that subset (of a first layer the inputs themselves), a variational posterior also the
     inputs that are its locations, `matrix_free` the inputs of all data; `repr` says so.
     """
-    return save_with(la, la.snapshot().map_fit.curvature.state())
-
-
-def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
-    """The state with some form of the curvature, or a part of it, in its place."""
     posterior = la.snapshot()
     fit, layout, refinement = posterior.map_fit, posterior.problem.layout, posterior.refinement
+    curvature = fit.curvature.state()
     return {
         "version": VERSION,
         "cls_name": type(la).__name__,
@@ -130,11 +126,7 @@ def _assigned(posterior: Posterior) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items() if value is not None}
 
 
-MakeCurvature = Callable[[Problem, Any], Curvature]
-"""Makes the curvature of a problem from what a state has of it."""
-
-
-def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = None) -> Posterior:
+def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
     """The posterior of a state, which is checked against the object; the object is not changed."""
     if isinstance(state, dict) and "cls_name" in state and not _OURS & state.keys():
         return _loaded_from_laplace_torch(la, state)
@@ -143,8 +135,6 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
         problem = _checked(la, stored)
         _warn_of_changes(la, state, "temperature", "enable_backprop", "precision_options")
         posterior = la.snapshot().calibrated(None).with_problem(problem)
-        if make is not None:
-            return _of_state(posterior, stored, make(problem, stored.H))
         curvature = _curvature(posterior, stored.H, problem)
         if curvature.n_terms not in (1, stored.n_outputs):
             raise StateError(f"H has {curvature.n_terms} terms; it must have one, or one for each output.")
