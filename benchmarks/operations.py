@@ -58,7 +58,7 @@ class Counted(TorchDispatchMode):
         """Runs an operation, and counts it."""
         result = func(*args, **(kwargs or {}))
         name, launches_nothing = _about(func)
-        self.operations += not launches_nothing
+        self.operations += not (launches_nothing or (name == "equal" and not self._is_there(args)))
         self.reads += (name in _READS and self._is_there(args)) or (name in _COPIES and _to_host(args, result))
         return result
 

@@ -98,7 +98,7 @@ def counting(y: Tensor, ignore_index: int | None) -> Tensor | None:
     """True for data whose label is not the ignored one, of several labels any of them, `[B]`; None if none can be."""
     if ignore_index is None or y.is_floating_point() or y.ndim == 0:
         return None
-    counts = ~is_ignored(y, ignore_index)
+    counts = y.long() != ignore_index
     return counts.flatten(1).any(1) if y.ndim > 1 else counts
 
 

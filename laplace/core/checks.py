@@ -88,7 +88,8 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     # Extremes, of which NaN is one, take a tenth of the time of a comparison of every entry.
     some = [tensor for tensor in tensors if tensor.numel()]
     if some and operations_are_dear(some[0].device):
-        return torch.stack(torch._foreach_norm(some, torch.inf)).amax() < torch.inf
+        norms = torch._foreach_norm(some, torch.inf)
+        return (norms[0] if len(norms) == 1 else torch.stack(norms).amax()) < torch.inf
     extremes = [extreme for tensor in some for extreme in torch.aminmax(tensor)]
     return torch.stack(extremes).abs().amax() < torch.inf if extremes else torch.ones((), dtype=torch.bool)
 
@@ -108,6 +109,8 @@ def where_not_finite(values: Tensor) -> str:
 
 def are_finite(values: Tensor, *others: Tensor) -> Tensor:
     """True, 0-dim, if all values are finite: 0 · ∞ and 0 · NaN are NaN, which spreads in a sum."""
+    if operations_are_dear(values.device):
+        return all_finite([tensor.detach() for tensor in (values, *others)])
     return sum([(other * 0).sum() for other in others], (values * 0).sum()) == 0
 
 

@@ -460,7 +460,7 @@ class KronSink(Sink):
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
             weights, features = self.sources[slot].weights, block.features
-            count = features.new_full((), block.n_data)
+            count = torch.full((), block.n_data, dtype=self.dtype, device=features.device)
             if weights is not None:
                 features, count = widened(features) * widened(weights).sqrt().unsqueeze(1), weights.sum()
             inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))

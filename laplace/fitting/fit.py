@@ -24,7 +24,7 @@ from laplace.core import batch as batches
 from laplace.core.arguments import check_flag, check_length
 from laplace.core.batch import DataWeights, Inputs
 from laplace.core.cached import cached_property
-from laplace.core.checks import Conditions, named, same_count
+from laplace.core.checks import Conditions, all_finite, named, same_count
 from laplace.core.content import Content, ContentReader
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import COTANGENT, ran_out
@@ -577,7 +577,7 @@ class _Readings:
         problem, self.listening.weights = self.engine.problem, weights
         with noticing_swap(problem.module, problem.forward_fn, y):
             new = self.data_pass.add(x, y)
-        require_finite(new.loss_terms.isfinite())
+        require_finite(all_finite([new.loss_terms.detach()]))
         new = replace(new, loss_terms=new.loss_terms.detach())
         if total is None:
             return new

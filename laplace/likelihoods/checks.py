@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.nn import functional
 
 from laplace.core import batch as batches
-from laplace.core.checks import require, where_not_finite
+from laplace.core.checks import all_finite, require, where_not_finite
 from laplace.core.memory import ran_out
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ApproximationWarning, DataWarning, InvalidData, UnsupportedError, warn
@@ -30,7 +30,7 @@ def check_outputs(f: Tensor) -> None:
     if f.ndim != 2:
         raise InvalidData(f"The network's outputs have shape {list(f.shape)}; [B, C] is accepted: reshape them.")
     require(
-        torch.isfinite(f),
+        all_finite([f.detach()]),
         lambda: InvalidData(
             f"The network's outputs have NaN or infinite entries{where_not_finite(f)}: look at the inputs there, or at "
             "the network's weights."
@@ -155,7 +155,7 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
         )
 
     require(right, out_of_range)
-    return torch.where(right, labels, 0)  # until the condition is read no label may index what is not there
+    return labels * right  # until the condition is read no label may index what is not there
 
 
 def check_soft_labels(f: Tensor, y: Tensor, *, any_rows: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import require
 from laplace.core.gaussian import Gaussian, centred, sample_moments
 from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
+from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
@@ -197,13 +198,18 @@ def gaussian_of(
     if not means:
         raise InvalidData("the inputs hold no data to predict.")
     rows = _together(means)
-    return _checked(Gaussian(rows.values, torch.cat(variances), rows.positions, rows.outputs))
+    return _checked(Gaussian(rows.values, _joined(variances), rows.positions, rows.outputs))
 
 
 def _together(parts: Iterable[tuple[Tensor, tuple[int, ...], Tensor | None]]) -> OutputRows:
     """Rows of all parts, of means, positions and chosen outputs of each."""
     means, positions, outputs = zip(*parts, strict=True)
-    return OutputRows(torch.cat(means), positions[0], None if outputs[0] is None else torch.cat(outputs))
+    return OutputRows(_joined(means), positions[0], None if outputs[0] is None else torch.cat(outputs))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts; of one those themselves where a copy is dear."""
+    return parts[0] if len(parts) == 1 and operations_are_dear(parts[0].device) else torch.cat(list(parts))
 
 
 def require_room(shape: tuple[int, ...], like: Tensor) -> None:

@@ -23,14 +23,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS: dict[tuple[str, str, str], Budget] = {
-    ("MLP", "last_layer", "full"): Budget(57, 36, 85, 34, 21, 20, 2_766, 27),
-    ("MLP", "last_layer", "kron"): Budget(61, 37, 92, 40, 20, 38, 2_528, 25),
-    ("narrow MLP", "all", "full"): Budget(121, 111, 146, 73, 21, 20, 2_253, 4),
-    ("MLP", "all", "kron"): Budget(99, 70, 135, 99, 20, 96, 2_051, 4),
-    ("LeNet", "all", "kron"): Budget(149, 120, 201, 169, 20, 154, 2_051, 4),
-    ("LeNet", "all", "diag"): Budget(134, 105, 182, 122, 20, 12, 2_051, 4),
-    ("encoder", "all", "kron"): Budget(278, 305, 456, 409, 20, 374, 2_051, 4),
-    ("wide ResNet", "last_layer", "kron"): Budget(89, 61, 116, 64, 20, 38, 2_500, 24),
-    ("wide ResNet", "all", "kron"): Budget(340, 336, 483, 477, 20, 364, 2_051, 4),
+    ("MLP", "last_layer", "full"): Budget(45, 30, 79, 32, 21, 20, 2_765, 27),
+    ("MLP", "last_layer", "kron"): Budget(49, 31, 86, 38, 20, 38, 2_527, 25),
+    ("narrow MLP", "all", "full"): Budget(111, 105, 140, 69, 21, 20, 2_252, 4),
+    ("MLP", "all", "kron"): Budget(87, 64, 129, 95, 20, 96, 2_050, 4),
+    ("LeNet", "all", "kron"): Budget(137, 114, 195, 165, 20, 154, 2_050, 4),
+    ("LeNet", "all", "diag"): Budget(122, 99, 176, 118, 20, 12, 2_050, 4),
+    ("encoder", "all", "kron"): Budget(266, 299, 450, 405, 20, 374, 2_050, 4),
+    ("wide ResNet", "last_layer", "kron"): Budget(77, 55, 110, 62, 20, 38, 2_499, 24),
+    ("wide ResNet", "all", "kron"): Budget(328, 330, 477, 475, 20, 364, 2_050, 4),
 }
 """By network, weights and structure."""

@@ -512,7 +512,7 @@ class ForwardPass:
         self.f = capture.rows.detach()  # Outputs `[B·T, C]`, detached; T = 1 where a sample has one position
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._activations: Activations = {}
-        self._zeros: dict[int, Tensor] = {}  # Gradients of calls of which only the shapes are used
+        self._any_numbers: dict[int, Tensor] = {}  # Gradients of calls of which only the shapes are used
 
     def at_outputs(self, outputs: Tensor | None = None) -> Tensor:
         """Outputs `[B·T, C]`, or K of every row `[B·T, K]`, with their graph if one was asked for."""
@@ -566,17 +566,17 @@ class ForwardPass:
         )
 
     def _without_gradients(self, slot: int, capture: Capture | None = None) -> Block:
-        """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
+        """The block of a slot for one cotangent of any numbers, which takes no backward pass and no memory."""
         recorded, uses = self.capture if capture is None else capture, self.plan[slot].uses
         activations = self._activations if capture is None else None
         known = frozenset() if self.positions else self.capture.heads  # whose gradients are those of the outputs
-        zeros = self._zeros if capture is None else {}
+        any_numbers = self._any_numbers if capture is None else {}
         for use in uses:
-            if use.call not in zeros:  # a weight and its bias have the same
+            if use.call not in any_numbers:  # a weight and its bias have the same
                 call = recorded.calls[use.call]
                 shape = self.capture.f.shape if use.call in known else call.shape
-                zeros[use.call] = self.f.new_zeros((), device=call.x.device).expand(1, *shape)
-        return block_of(self.problem, slot, uses, recorded, zeros, activations)
+                any_numbers[use.call] = self.f.new_empty((), device=call.x.device).expand(1, *shape)
+        return block_of(self.problem, slot, uses, recorded, any_numbers, activations)
 
     def _form(self, slot: int) -> Block:
         """The block of a slot for one cotangent, of which only the shapes are used."""
