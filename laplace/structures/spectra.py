@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ from torch.nn import functional
 
 from laplace.core import nested
 from laplace.core.cached import cached_property
+from laplace.core.checks import together
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
 from laplace.errors import StateError, UnsupportedError
@@ -88,7 +91,9 @@ def eigenpairs(factor: ThinFactor) -> ThinFactor:
 
 def without_rows(parts: KronParts) -> KronParts:
     """The sums with the eigenpairs of every thin side in place of its rows."""
-    return replace(parts, thin={key: eigenpairs(side) for key, side in parts.thin.items()})
+    # On a CPU what is not finite is told before it takes longer than others; elsewhere all answers are read together.
+    with together() if operations_are_dear(parts.like.device) else nullcontext():
+        return replace(parts, thin={key: eigenpairs(side) for key, side in parts.thin.items()})
 
 
 # The eigenbasis of one block of a block-diagonal curvature, and what a prior looks like in it.

@@ -18,8 +18,9 @@ parameter (`holds`, by `graph`): a number that was zero in the probe may hide an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -216,18 +217,24 @@ def make_plan(
     all_owners, routing = owners(problem), Routing(capture)
     moves_rows = any(part in node.name() for node in capture.graph for part in _MOVING_ROWS)
     least = Explained.HERE if ladder or problem.processes is not None else Explained.ALWAYS
+
+    def levels(slot: int) -> Iterator[tuple[Explained, list[JacobianRule]]]:
+        own = [owner for owner in all_owners if owner.slot == slot]
+        families = [roles for roles in _families(capture, own, problem.slots[slot].name) if roles]
+        return _by_certainty(problem, slot, families, capture, routing, least)
+
+    used = {i: partial(_taken, problem, i, truth) for i, truth in enumerate(proof.truths) if truth is not None}
+    # The likeliest candidates of all tensors are compared before any answer is read: that waits for the device.
+    near, moves = _compared(problem, used, {i: next(levels(i), None) for i in used}, capture, proof)
     plan: list[JacobianRule] = []
-    for i, truth in enumerate(proof.truths):
-        if truth is None:
+    for i in range(len(proof.truths)):
+        if i not in used:
             plan.append(JacobianRule())
             continue
-        expected = problem.slots[i].take(truth.to_dense())
-        own = [owner for owner in all_owners if owner.slot == i]
-        families = [roles for roles in _families(capture, own, problem.slots[i].name) if roles]
-        for certainty, candidates in _by_certainty(problem, i, families, capture, routing, least):
-            passed = _passed(problem, i, candidates, capture, proof, expected)
+        for level, (certainty, candidates) in enumerate(levels(i)):
+            passed = near[i] if level == 0 and near[i] else _passed(problem, i, candidates, capture, proof, used[i]())
             if passed:
-                unique = (repeated or len(passed) == 1) and bool(expected.any())
+                unique = (repeated or len(passed) == 1) and moves[i]
                 lasting = unique and not moves_rows and sees_batch(passed[0], capture)
                 plan.append(replace(passed[0], proven=lasting and certainty is Explained.ALWAYS))
                 break
@@ -236,6 +243,36 @@ def make_plan(
                 return None
             plan.append(_prove_fallback(problem, i, x, capture, proof))
     return _with_rows(problem, tuple(plan), capture, proof)
+
+
+def _taken(problem: Problem, slot: int, truth: Tensor) -> Tensor:
+    """The random entries of a tensor's derivative, `[p]`."""
+    return problem.slots[slot].take(truth.to_dense())
+
+
+def _compared(
+    problem: Problem,
+    used: Mapping[int, Callable[[], Tensor]],
+    levels: Mapping[int, tuple[Explained, list[JacobianRule]] | None],
+    capture: Capture,
+    proof: Probe,
+) -> tuple[dict[int, list[JacobianRule]], dict[int, bool]]:
+    """For tensors with their candidates those that are close to autograd's number, and whether that is not zero."""
+    rules: dict[int, list[JacobianRule]] = {}
+    answers: list[Tensor] = []
+    for i, level in levels.items():
+        expected = used[i]()
+        numbers = [] if level is None else _numbers(problem, i, level[1], capture, proof, expected)
+        rules[i] = [rule for rule, _, _ in numbers]
+        answers += [_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers]
+        answers.append(expected.any())
+    read = iter(torch.stack([answer.to(capture.f.device) for answer in answers]).tolist() if answers else [])
+    near: dict[int, list[JacobianRule]] = {}
+    moves: dict[int, bool] = {}
+    for i, candidates in rules.items():
+        near[i] = [rule for rule in candidates if next(read)]
+        moves[i] = next(read)
+    return near, moves
 
 
 def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) -> Explained:
@@ -447,6 +484,23 @@ def _passed(
 
     If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
     """
+    numbers = _numbers(problem, slot, candidates, capture, proof, expected)
+    if not numbers:
+        return []
+    are_near = torch.stack([_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers])
+    near = [rule for (rule, _, _), is_near in zip(numbers, are_near.tolist(), strict=True) if is_near]
+    return near or [rule for rule, actual, bound in numbers if proof.agree(slot, actual, expected, bound)]
+
+
+def _numbers(
+    problem: Problem,
+    slot: int,
+    candidates: Sequence[JacobianRule],
+    capture: Capture,
+    proof: Probe,
+    expected: Tensor,
+) -> list[tuple[JacobianRule, Tensor, Tensor]]:
+    """The number that the factors of every candidate give, and how large its terms are."""
     numbers: list[tuple[JacobianRule, Tensor, Tensor]] = []
     for rule in candidates:
         try:
@@ -457,11 +511,7 @@ def _passed(
                 raise  # an axis that is refused for want of memory would be another curvature
             continue
         numbers.append((rule, actual, block.bound() * proof.r.abs().max()))
-    if not numbers:
-        return []
-    are_near = torch.stack([_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers])
-    near = [rule for (rule, _, _), is_near in zip(numbers, are_near.tolist(), strict=True) if is_near]
-    return near or [rule for rule, actual, bound in numbers if proof.agree(slot, actual, expected, bound)]
+    return numbers
 
 
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
