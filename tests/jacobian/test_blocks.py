@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
-from laplace.errors import StateError
 from laplace.jacobian.blocks import (
     Block,
     DenseBlock,
@@ -134,21 +133,6 @@ def test_picked_entries_are_those_of_the_dense_block(name: str, many: bool) -> N
     check(PickedBlock(whole, index), whole.dense()[..., index])
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "mapped"])  # whose bound is that of a rotation
-def test_groups_are_data_with_the_outputs_of_their_rows(name: str) -> None:
-    whole = BLOCKS[name]()
-    truth = torch.cat([whole.dense()[:, 0::2], whole.dense()[:, 1::2]])  # the first rows of both groups, and the second
-    block = GroupedBlock(whole, 2)
-    check_contractions(block, truth)
-    check_contractions(block.cast(torch.float64), truth)
-    check_contractions(block.at(slice(1, 2)), truth[:, 1:])
-    check_contractions(block.at(torch.tensor([1, 0, 1])), truth[:, [1, 0, 1]])
-    for other in (whole, DenseBlock(whole.dense())):
-        kernel = torch.einsum("kbp,lmp->kblm", truth, other.dense())
-        assert_close(block_kernel(block, other), kernel, "algebra")
-        assert_close(block_kernel(other, block), kernel.permute(2, 3, 0, 1), "algebra")
-
-
 MATRICES = {
     "weight": (lambda: outer(2), (2, 5)),
     "stored by input": (lambda: outer(2, input_first=True), (5, 2)),
@@ -238,64 +222,8 @@ def test_positions_as_data(name: str) -> None:
     assert block.fold_positions(n_positions + 1) is None
 
 
-def test_cotangents_of_several_chunks_are_joined_whether_they_are_held_or_not() -> None:
-    """The last chunk of a fallback may be small enough to be held where the ones before it are not."""
-    block, last = lazy(), DenseBlock(draw(1, B, 7))
-    joined = block.join([last])
-    truth = torch.cat([block.dense(), last.values])
-    check(joined.at(slice(None)), truth)
-    assert_close(joined.at(slice(1, 3)).dense(), truth[:, 1:3], "algebra")
-
-
-def test_a_state_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(StateError, match="'unheard'"):
-        from_state({"kind": "unheard"})
-
-
 def test_few_entries_are_gathered_and_many_contracted() -> None:
     whole = outer(1, inputs=40, outputs=30)
     assert PickedBlock(whole, torch.arange(2)).gathers
     assert not PickedBlock(whole, torch.arange(900)).gathers
     assert PickedBlock(outer(2, inputs=40, outputs=30), torch.arange(900)).gathers
-
-
-@pytest.mark.parametrize("is_bias", [False, True])
-def test_a_head_is_a_block_whose_gradients_are_the_identity(is_bias: bool) -> None:
-    phi = torch.ones(B, 1, dtype=torch.float64) if is_bias else draw(B, 5)
-    truth = torch.einsum("kc,bd->kbcd", torch.eye(K, dtype=torch.float64), phi)
-    head, u, v = HeadBlock(phi, K, is_bias), orthogonal(K), torch.eye(1).double() if is_bias else orthogonal(5)
-    check(head, truth.flatten(2))
-    rotated = head.in_basis(ProductBasis(DenseBasis(u[None]), None if is_bias else DenseBasis(v[None]), (1, K, len(v))))
-    check(rotated, torch.einsum("kbcd,ce,df->kbef", truth, u, v).flatten(2))
-
-
-def outer_of(head: HeadBlock) -> OuterBlock:
-    """The block of a head with the identity for output gradients."""
-    g = torch.eye(head.n_outputs, dtype=head.features.dtype)[:, None, None, None].expand(-1, head.n_data, -1, -1, -1)
-    return OuterBlock(head.features[:, None, None], g)
-
-
-def test_kernels_of_heads() -> None:
-    x, y, outputs = HeadBlock(draw(B, 5), K), HeadBlock(draw(2, 5), K), torch.tensor([[2, 1], [0, 1]])
-    some = y.select_outputs(outputs)
-    assert_close(some.dense(), y.dense()[outputs.T, torch.arange(2)], "algebra")
-    for first in (x, some):
-        for other in (y, some, some.at(slice(1, 2)), outer_of(y), DenseBlock(y.dense())):
-            truth = torch.einsum("kbp,lmp->kblm", first.dense(), other.dense())
-            assert_close(block_kernel(first, other), truth, "algebra")
-            assert_close(block_kernel(other, first), truth.permute(2, 3, 0, 1), "algebra")
-
-
-@pytest.mark.parametrize("is_bias", [False, True])
-def test_some_outputs_of_a_head_in_another_basis(is_bias: bool) -> None:
-    phi = torch.ones(B, 1, dtype=torch.float64) if is_bias else draw(B, 5)
-    block, u, v = HeadRows(phi, CHOSEN, 6, is_bias), orthogonal(6), orthogonal(phi.shape[1])
-    truth = block.dense().unflatten(2, (6, -1))
-    for left, right in ((u, None), (None, v), (u, v)):
-        if is_bias and right is not None:
-            continue
-        bases = [None if q is None else DenseBasis(q[None]) for q in (left, right)]
-        rotated = block.in_basis(ProductBasis(bases[0], bases[1], (1, 6, len(v))))
-        expected = truth if left is None else torch.einsum("kbcd,ce->kbed", truth, left)
-        expected = expected if right is None else torch.einsum("kbcd,de->kbce", expected, right)
-        check_contractions(rotated, expected.flatten(2))

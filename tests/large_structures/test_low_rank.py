@@ -13,7 +13,6 @@ from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
-from laplace.large_structures import subspace
 from laplace.large_structures.low_rank import LowRankCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn, own_dense
@@ -64,38 +63,6 @@ def test_a_rank_that_holds_everything_is_exact(kind: str) -> None:
         assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), "backend", label="evidence")
         assert_close(la(x), full(x), "backend", label="prediction")
         assert_close(la.posterior_variance, full.posterior_variance, "backend", label="variance")
-
-
-@pytest.mark.parametrize("kind", ["ggn", "hessian"])
-def test_dominant_eigenpairs(kind: str) -> None:
-    """With enough iterations: the eigenvalues of largest size, of both signs for the Hessian."""
-    dense = exact(kind)
-    la = fitted(backend=NativeGGN if kind == "ggn" else NativeHessian, rank=8, oversampling=25, power_iterations=25)
-    truth = torch.linalg.eigvalsh(dense)
-    truth = truth[truth.abs().argsort(descending=True)][:8]
-    vectors, values = la.H
-    assert_close(values, truth, "backend", label="eigenvalues")
-    assert_close(vectors.T @ vectors, torch.eye(8), "algebra", label="orthonormal")
-    assert_close(dense @ vectors, vectors * values, "backend", label="eigenvectors")
-    assert (kind == "hessian") == bool((values < 0).any())
-
-
-@pytest.mark.parametrize("backend", [NativeGGN, NativeHessian])
-@pytest.mark.parametrize("power_iterations", [0, 1, 4])
-@pytest.mark.turns
-def test_residual_is_measured(backend: Any, power_iterations: int) -> None:
-    la = fitted(backend=backend, rank=8, oversampling=2, power_iterations=power_iterations)
-    dense = exact("ggn" if backend is NativeGGN else "hessian")
-    vectors, values = la.H
-    expected = (dense @ vectors - vectors * values).norm() / values.norm()
-    assert_close(la.residual, expected, "backend")
-    assert f"{la.residual:.2g}" in repr(la)
-
-
-def test_more_iterations_have_smaller_residuals() -> None:
-    residuals = [fitted(rank=8, power_iterations=q).residual for q in (0, 1, 2, 4)]
-    assert residuals == sorted(residuals, reverse=True)
-    assert residuals[2] < 0.02 < residuals[0] * 20
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 1.0])
@@ -218,20 +185,6 @@ def test_sums_of_fits() -> None:
 
 
 # The algebra.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_orthonormal_rows_of_graded_and_dependent_ones(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(6, 500, dtype=torch.float64, generator=generator) * torch.logspace(0, -5, 6).double()[:, None]
-    rows[2] = rows[0] + rows[1]
-    basis = subspace.orthonormalise_(rows.to(dtype, copy=True)).double()
-    found = basis[basis.norm(dim=1) > 0.5]
-    assert len(found) == 5
-    eps = torch.finfo(dtype).eps
-    assert (found @ found.T - torch.eye(5)).abs().max() < 20 * eps
-    residual = rows - rows @ found.T @ found
-    assert (residual.norm(dim=1) < 100 * eps * rows.norm()).all()
 
 
 @pytest.mark.parametrize("delta", [1e-9, 1e-6, 1e-3, 1.0])

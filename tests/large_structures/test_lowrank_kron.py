@@ -45,13 +45,6 @@ def test_empirical_fisher(case: Case) -> None:
     assert_close(own_dense(case.fit(4, kind="ef")), expected(case, exact, kron), "backend")
 
 
-@pytest.mark.parametrize("name", ["shared_positions", "conv2d", "pair_cat"])
-def test_reduce(name: str) -> None:
-    case = Case(catalogue.get(name), "lowrank_kron", "all")
-    la = case.fit(4, backend_kwargs={"kfac_approx": "reduce"})
-    assert_close(own_dense(la), expected(case, case.dense(), kron_truth(case, "reduce")), "backend")
-
-
 @pytest.mark.parametrize(("case", "rank"), turns(DISTINCT_CASES, [1, 2, 5]), ids=str)
 def test_truncated(case: Case, rank: int) -> None:
     """Oversampling covers the sides, so that the search is exact."""
@@ -126,20 +119,6 @@ def decaying(width: int = 60, n_data: int = 300) -> tuple[nn.Module, Tensor, Ten
     torch.manual_seed(0)
     x = torch.randn(n_data, width, dtype=torch.float64)
     return _Decaying(width), x, torch.randint(3, (n_data,))
-
-
-def test_search_finds_the_columns_of_a_decaying_spectrum() -> None:
-    model, x, y = decaying()
-    found = {}
-    for oversampling in (5, 100):
-        options = {"rank": 5, "oversampling": oversampling}
-        la = Laplace(model, "classification", "all", "lowrank_kron", structure_kwargs=options)
-        la.fit(list(zip(x.split(100), y.split(100), strict=True)))
-        found[oversampling] = own_dense(la)
-    exact, near = found[100], found[5]
-    apart = exact - torch.diag(exact.diagonal())
-    assert (near - exact).norm() < 1e-3 * apart.norm() and apart.norm() > 0.1 * exact.norm()
-    assert_close(near.diagonal(), exact.diagonal(), "backend")
 
 
 def test_seeds_decide_and_the_global_generator_is_left_alone() -> None:
