@@ -13,7 +13,7 @@ last layer of a network whose energies are sums over atoms, with features φ = �
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 
 import torch
@@ -368,6 +368,37 @@ def energy_forces(la: ParametricLaplace | MixtureLaplace, x: Inputs) -> AtomicPr
     scale = mean.new_full((mean.shape[1],), potential.weights[1] ** -0.5)
     scale[0] = potential.weights[0] ** -0.5
     return AtomicPrediction(energy, forces, scale.unsqueeze(1) * covariance * scale)
+
+
+@checked
+def scale_to_residuals(la: ParametricLaplace, loader: Iterable[tuple[Inputs, Tensor]]) -> float:
+    """Multiplies the covariance by α = mean (y − f)² / v over held-out data, and returns α (Bigi et al., 2024).
+
+    The weights alone then explain the residuals, without noise, as ensembles of potentials are read. `la.temperature`
+    is multiplied by α and `la.prior_precision` divided by it. For intervals of y take `la.calibrate`: it has a noise.
+
+    Args:
+        la: A fitted posterior of a regression.
+        loader: Batches of configurations and targets that had no part in the training.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        InvalidData: No observed numbers, or none with a variance.
+    """
+    squares, variances = [], []
+    for x, y in loader:
+        prediction = la.predict(x)
+        squares.append((y - prediction.latent_mean).square()[~y.isnan()])
+        variances.append(prediction.latent_variance[~y.isnan()])
+    square, variance = torch.cat(squares or [torch.empty(0)]), torch.cat(variances or [torch.empty(0)])
+    some = variance > torch.finfo(variance.dtype).eps * variance.amax() if len(variance) else variance > 0
+    if not some.any():
+        raise InvalidData(
+            "loader holds no observed number with a variance; give batches of (x, potential.targets(...))."
+        )
+    alpha = (square[some] / variance[some]).mean()
+    la.temperature, la.prior_precision = la.temperature * float(alpha), la.prior_precision / alpha
+    return float(alpha)
 
 
 def potential_of(module: nn.Module) -> EnergyForces:

@@ -18,6 +18,7 @@ from laplace.extensions.atoms import (
     crps_loss,
     energy_forces,
     nll_loss,
+    scale_to_residuals,
     shallow_ensemble,
 )
 from tests.reference import atoms as oracle
@@ -159,6 +160,18 @@ def test_the_last_layer_is_the_rigidity_of_features_summed_over_atoms() -> None:
     squares = chosen.network_noise**2
     alpha, ridge = chosen.scale * squares, squares * chosen.prior_precision
     assert_close(la.predict(other).latent_variance[:, 0], rigidity(alpha, ridge), "algebra")
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "full"), ("all", "diag")])
+def test_residuals_scale_the_covariance(weights: str, structure: str) -> None:
+    la, x = fitted(weights, structure), configurations(4, seed=5)
+    before = la.predict(x).latent_variance
+    held_out = batches(EnergyForces(network(), weights=WEIGHTS), configurations(6, seed=6))
+    alpha = scale_to_residuals(la, held_out)
+    assert_close(la.predict(x).latent_variance, alpha * before, "algebra")
+    assert abs(scale_to_residuals(la, held_out) - 1) < 1e-9
+    with pytest.raises(InvalidData, match="no observed number with a variance"):
+        scale_to_residuals(la, [])
 
 
 def test_members_have_the_posterior_and_share_the_network() -> None:
