@@ -1,14 +1,14 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
     python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
-                                 [--first-seed N] [--json PATH] [--method FILE]
+                                 [--atoms] [--first-seed N] [--json PATH] [--method FILE]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
-fine-tuned transformer of `benchmarks.quality.freesolv`, and `--answers` language models that answer by choices and
-labels that are bought (`language`, `acquiring`). With `--keep` the results are kept in results.json, in place of
-those of the same rows, and the pages are written anew; `--json` writes them to a file of their own, such as
-those of other seeds, of which `--first-seed` is the first. Every process has one thread. Afterwards come the
-checks of what else a posterior knows, `benchmarks.quality.knows`.
+fine-tuned transformer of `benchmarks.quality.freesolv`, `--answers` language models that answer by choices and labels
+that are bought (`language`, `acquiring`), and `--atoms` energies and forces of a potential (`atoms`). With `--keep` the
+results are kept in results.json, in place of those of the same rows, and the pages are written anew; `--json` writes
+them to a file of their own, such as those of other seeds, of which `--first-seed` is the first. Every process has one
+thread. Afterwards come the checks of what else a posterior knows, `benchmarks.quality.knows`.
 
 `--method` measures a file with `fit(model, train, validation)`, which returns `predict(x)`, and prints its line below
 those that are kept, and its negative log likelihood row by row (docs/quality.md); nothing is kept.
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import acquiring, freesolv, knows, language, page, summary, targets
+from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, summary, targets
 from benchmarks.quality.data import Split
 from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="at a time, one thread each")
     parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer")
     parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
+    parser.add_argument("--atoms", action="store_true", help="also energies and forces of a potential")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--first-seed", type=int, default=0, help="of the splits; that of the pages is 0")
     parser.add_argument("--json", type=Path, help="write the rows here, and check nothing else")
@@ -214,6 +215,7 @@ def main() -> None:
     more = {"freesolv": freesolv.run} if given.pretrained else {}
     if given.answers:
         more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}
+    more |= {"atoms": atoms.run} if given.atoms else {}
     for name, measure in more.items():
         found |= _optional(name, measure, quick=given.quick)
     found = rounded(found)
@@ -225,7 +227,8 @@ def main() -> None:
         page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
     answered = [target for name in language.NAMES for target in language.targets(found.get(name), name)]
-    for line in (*targets.lines(found), *told, *answered, *acquiring.targets(found.get("acquiring"))):
+    answered += [*acquiring.targets(found.get("acquiring")), *atoms.targets(found.get("atoms"))]
+    for line in (*targets.lines(found), *told, *answered):
         print(line)
 
 
