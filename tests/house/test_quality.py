@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import acquiring, data, knows, language, methods, page, rules, scores, summary, targets
+from benchmarks.quality import acquiring, atoms, data, knows, language, methods, page, rules, scores, summary, targets
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
@@ -150,6 +150,22 @@ def test_labels_that_are_bought() -> None:
         assert acquiring.FIRST <= acquiring.bought(way, features, labels, 0) <= 2000
     row = {"labels": {"random": [900, 1000], "bald": [500, 600], "epig": [800, 900]}}
     assert [target.met for target in acquiring.targets(row)] == [True, False]
+
+
+def test_labels_to_an_error_are_read_off_a_curve() -> None:
+    assert atoms.labels_to([1.0, 0.5, 0.25], 0.5) == atoms.FIRST + atoms.STEP
+    assert atoms.labels_to([1.0, 0.5, 0.25], 0.75) == atoms.FIRST + 0.5 * atoms.STEP
+    assert atoms.labels_to([1.0, 0.5], 0.1) == atoms.FIRST + atoms.STEP
+    crps = [{"drawn": 2.0, "fine-tuned": 1.0, "from scratch": 1.0}]
+    errors = {"random": [[1.0, 0.6, 0.5]], "force variance": [[1.0, 0.5, 0.4]]}
+    row = {"cost": 5.0, "crps": crps, "errors": errors}
+    assert [target.met for target in atoms.targets(row)] == [True, False, True]
+    assert [target.met for target in atoms.targets(None)] == [None] * 3
+
+
+@pytest.mark.nightly
+def test_a_potential_runs() -> None:
+    assert all(target.met is not None for target in atoms.targets(atoms.run(quick=True)))
 
 
 def test_splits_do_not_overlap_and_are_repeatable() -> None:
