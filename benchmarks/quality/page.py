@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,9 +267,14 @@ def blocks(results: Results, study: dict[str, Any]) -> dict[str, str]:
         "posteriors": posteriors(classes),
         **{f"regression {score}": regression(targets, score) for score in ("nll", "coverage", "crps", "rmse")},
         "freesolv": freesolv(results.get("freesolv")),
-        "targets": "```text\n" + "\n".join(lines(results)) + "\n```",
+        "targets": in_lines(lines(results)),
         "rules": rules(study),
     }
+
+
+def in_lines(sentences: Iterable[str]) -> str:
+    """A block of text whose lines fit into the site."""
+    return "\n".join(["```text", *(textwrap.fill(one, 100, subsequent_indent=" " * 8) for one in sentences), "```"])
 
 
 def written(page: str, found: dict[str, str]) -> str:
@@ -287,12 +293,12 @@ def written(page: str, found: dict[str, str]) -> str:
 
 def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]]) -> dict[Path, dict[str, str]]:
     """The pages and their blocks."""
-    said = "\n".join(str(target) for name in language.NAMES for target in language.targets(results.get(name), name))
+    said = [str(target) for name in language.NAMES for target in language.targets(results.get(name), name)]
     tables = {name: language.table(results.get(name)) for name in language.NAMES}
     return {
         PAGE: {**blocks(results, study), "checks": knows.table(checks)},
         CHOOSE: {"methods": summary.short([row for row in results["rows"] if is_classification(row)])},
-        LANGUAGE: {**tables, "targets": f"```text\n{said}\n```"},
+        LANGUAGE: {**tables, "targets": in_lines(said)},
         LABELLING: {"acquiring": acquiring.table(results.get("acquiring"))},
     }
 

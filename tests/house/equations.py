@@ -24,7 +24,7 @@ PAPERS = ("Redux", "Mixtures", "Linearization")
 
 INTRODUCTION = """# Equations
 
-Every numbered equation of the papers that the library computes: where, and which tests check the numbers. Formulas
+**Where is an equation of a paper computed, and which tests check its numbers?** Every numbered one has a row. Formulas
 without a number have a name, as algorithms have. Where the code computes one, a docstring says so by a tag such as
 `[Redux, eq. 6]`: search for it to come from the paper to the code. Files are relative to `laplace/`, tests to `tests/`;
 "appendix" tells an appendix's numbers from those of the main text where both begin with 1. What the library computes

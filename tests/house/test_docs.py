@@ -39,6 +39,30 @@ NEEDS = {
 LONGEST = {"deployment", "online_training", "questions"}
 """Pages whose examples take as long as those of all others together, or repeat what examples/ shows."""
 
+LONG = {
+    "add_a_structure": "a structure from its three methods to a place in the library",
+    "continual_learning": "tasks, fading, forgetting and merging are one recursion",
+    "design": "the whole house",
+    "errors": "an entry for every message",
+    "extending": "one section for each thing that can be added",
+    "function_space": "three processes, with their equations",
+    "gallery": "a figure and its code for every plot",
+    "index": "cards, and the tables of contents",
+    "integrations": "a program for each package",
+    "is_it_right": "six checks with what they print, and the table of mistakes",
+    "language_models": "models, answers, adapters and the Trainer, with what was measured",
+    "mathematics": "every formula and its place",
+    "migrating": "what laplace-torch's users wrote, name by name",
+    "mixtures": "networks, heads and members of one training",
+    "online_training": "the algorithm, last layers, loops of one's own and what was measured",
+    "practice": "what a network may take, return and hold",
+    "predictions": "all quantities of a prediction",
+    "quality": "what was measured, in one place",
+    "questions": "a call and a program for each question",
+    "tuning": "calibration, the evidence and every loss",
+}
+"""Why a page has more than 150 lines beside what is generated."""
+
 each_page = pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.nightly if page.stem in LONGEST else ()) for page in PAGES],
@@ -68,6 +92,25 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with STRUCTURES.temporarily(), LIKELIHOODS.temporarily(), LINKS.temporarily():
         for number, example in enumerate(examples):
             exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
+
+
+def test_guides_end_at_150_lines_or_say_why() -> None:
+    texts = {page.stem: page.read_text("utf-8") for page in PAGES if page.stem not in WRITTEN}
+    written = {
+        name: re.sub(r"<!-- (?!end)[^>]*-->.*?<!-- end[^>]*-->", "", text, flags=re.DOTALL)
+        for name, text in texts.items()
+    }
+    assert sorted(name for name, text in written.items() if text.count("\n") > 150) == sorted(LONG)
+
+
+WRITTEN = ("equations", "papers")
+"""Pages that a script writes as a whole."""
+
+
+@each_page
+def test_a_page_begins_with_the_question_that_it_answers(page: Path) -> None:
+    text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text("utf-8"), flags=re.DOTALL).lstrip()
+    assert re.match(r"# [^\n]+\n\n\*\*[^*]+\?\*\*", text)
 
 
 @each_page_of_the_site
