@@ -45,7 +45,6 @@ LONG = {
     "design": "the whole house",
     "errors": "an entry for every message",
     "extending": "one section for each thing that can be added",
-    "function_space": "three processes, with their equations",
     "gallery": "a figure and its code for every plot",
     "index": "cards, and the tables of contents",
     "integrations": "a program for each package",
