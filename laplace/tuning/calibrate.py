@@ -66,6 +66,9 @@ LEAST_GAIN = 0.001
 WORTH = 0.005
 """Nats on held-out data that a width that follows the input may cost beside none, for what it does under shift."""
 
+_AT_ONCE = 2**18
+"""Variances that are scored by one operation."""
+
 _SAME = 1e-6
 """Nats within which candidates are the same but for rounding: the first of them is taken, whatever the processor."""
 
@@ -487,7 +490,8 @@ class _Scores:
         self._network, self._counts, self._squared_counts = 0.0, 0.0, 0.0
         self._tilted = [0.0] * len(tilts)
         shape = (3, len(tilts), len(grid.factors), len(grid.scales), len(noises))
-        self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
+        # Of gaps, of their squares, and of their products with the numbers of rows.
+        self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
     def read(self, piece: Piece | LeftOut, kept: Sequence[_Batch] = ()) -> None:
         """Takes in the data of a piece, of which batches may have been read before."""
@@ -535,7 +539,7 @@ class _Scores:
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
             if len(existing) < len(latents):
-                self._gaps[:, part] = torch.nan
+                self._sums[:, :, part] = torch.nan
                 continue
             variances = [variance[:, rows.index] for variance in existing]
             if network is None:
@@ -544,23 +548,30 @@ class _Scores:
                 self._network += float(network.sum())
                 tilted = [width.losses(width.predicted(nothing, weights), noise)[0] for width in widths]
                 self._tilted = [sum_ + float(new.sum()) for sum_, new in zip(self._tilted, tilted, strict=True)]
-            for j, scale in enumerate(self.grid.scales):
-                scaled = [scale * variance for variance in variances]
+            for at in self._scales_at_once(variances):
+                scales = variances[0].new_tensor(self.grid.scales[at])
+                scaled = [torch.einsum("s,n...->sn...", scales, variance).flatten(0, 1) for variance in variances]
+                of_all = scored.weights[:, part].repeat(1, len(scales))
                 for t, width in enumerate(widths):
-                    prediction = width.predicted(scaled, scored.weights[:, part])
+                    prediction = width.predicted(scaled, of_all)
                     for k, sigma in enumerate(self.noises):
                         values = width.losses(prediction, sigma)
                         gaps = torch.zeros(len(values), rows.n_data, dtype=values.dtype, device=values.device)
                         gaps.index_add_(1, rows.inputs, values - tilted[t])
-                        self._gaps[t, part, j, k] += gaps.sum(-1)
-                        self._squares[t, part, j, k] += gaps.square().sum(-1)
-                        self._products[t, part, j, k] += gaps @ counts
+                        sums = torch.stack([gaps.sum(-1), gaps.square().sum(-1), gaps @ counts])
+                        self._sums[:, t, part, at, k] += sums.unflatten(1, (len(scales), -1)).mT
         if network is None:
             raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
 
+    def _scales_at_once(self, variances: list[Tensor]) -> Iterator[slice]:
+        """Parts of the scales: of few numbers all are one operation; of samples each has the same random numbers."""
+        each = max(variance.numel() for variance in variances)
+        step = 1 if self.grid.predictive.link_approx == LinkApprox.MC else max(1, _AT_ONCE // each)
+        return (slice(start, start + step) for start in range(0, len(self.grid.scales), step))
+
     def _count_rows(self, rows: _Rows) -> Tensor:
         """Number of rows of every input, `[B]`, added to the totals."""
-        counts = torch.bincount(rows.inputs, minlength=rows.n_data).to(self._gaps)
+        counts = torch.bincount(rows.inputs, minlength=rows.n_data).to(self._sums)
         self.n_data += int((counts > 0).sum())
         self._counts += float(counts.sum())
         self._squared_counts += float(counts.square().sum())
@@ -586,12 +597,13 @@ class _Scores:
 
     def differences(self) -> Tensor:
         """Mean differences from the network with every width, `[T, n, m, s]`."""
-        return self._gaps / self._counts
+        return self._sums[0] / self._counts
 
     def standard_errors(self) -> Tensor:
         """Their paired standard errors, `[T, n, m, s]`."""
         mean = self.differences()
-        residual = self._squares - 2 * mean * self._products + mean.square() * self._squared_counts
+        _, squares, products = self._sums
+        residual = squares - 2 * mean * products + mean.square() * self._squared_counts
         return (residual.clamp(min=0) * self.n_data / (self.n_data - 1)).sqrt() / self._counts
 
 

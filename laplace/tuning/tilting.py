@@ -7,7 +7,7 @@ Beside the choice of a scale (`calibrate`), which is right for ordinary inputs a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,25 +158,41 @@ def choose(
     counts = torch.bincount(inputs, minlength=n_data)
     per_input = (counts > 0).sum().item()
 
-    network = widened(_nll(summaries, None, f, r, y, sigma))
-    for width in (*WIDTHS, 0.0):
-        tilt = Tilt(width, far, units, 0.0, 0.0)
-        scores = widened(_nll(summaries, tilt, f, r, y, sigma))
-        gaps = torch.zeros(n_data, dtype=wide_dtype(), device=scores.device).index_add_(0, inputs, scores - network)
+    tilts = [Tilt(width, far, units, 0.0, 0.0) for width in (*WIDTHS, 0.0)]
+    scores = _nll(summaries, (None, *tilts), f, r, y, sigma)
+    network = next(scores)
+    for tilt, values in zip(tilts, scores, strict=True):
+        gaps = torch.zeros(n_data, dtype=wide_dtype(), device=values.device).index_add_(0, inputs, values - network)
         mean = float(gaps.sum() / counts.sum())
         rest = gaps - mean * counts
         error = float(rest.square().sum().mul(per_input / max(1, per_input - 1)).sqrt() / counts.sum())
-        if mean + n_errors * error <= 0 or not width:
-            found = replace(tilt, nll=float(scores.mean()), standard_error=error)
+        if mean + n_errors * error <= 0 or not tilt.width:
+            found = replace(tilt, nll=float(values.mean()), standard_error=error)
             return found, [(part[:, usable] * values.new_tensor(unit)).nanmean(1) for part in rows.leverages]
     raise AssertionError
 
 
-def _nll(summaries: Summaries, tilt: Tilt | None, f: Tensor, r: Tensor, y: Tensor, sigma: Tensor) -> Tensor:
-    """−log p(y | x) of every row by the network, at a width if there is one."""
+_AT_ONCE = 2**20
+"""Logits that are scored by one operation."""
+
+
+def _nll(
+    summaries: Summaries, tilts: Sequence[Tilt | None], f: Tensor, r: Tensor, y: Tensor, sigma: Tensor
+) -> Iterator[Tensor]:
+    """−log p(y | x) of every row by the network, at every width, or where there is none without it; float64."""
     likelihood, n_outputs = summaries.likelihood, f.shape[1]
+    score = find_score("nll", likelihood)
+
+    def losses(rows: Gaussian, y: Tensor, sigma: Tensor) -> Tensor:
+        return widened(score(likelihood, summaries.of_gaussian(rows.mean, rows.covariance), y, sigma))
+
     covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
-    if tilt is not None:
-        rows = tilt.gaussian(likelihood, sigma, r, Gaussian(f, covariance))
-        f, covariance, sigma = rows.mean, rows.covariance, tilt.noise(likelihood, sigma)
-    return find_score("nll", likelihood)(likelihood, summaries.of_gaussian(f, covariance), y, sigma)
+    network = Gaussian(f, covariance)
+    gaussians = (network if tilt is None else tilt.gaussian(likelihood, sigma, r, network) for tilt in tilts)
+    if not likelihood.has_noise and covariance.numel() * len(tilts) <= _AT_ONCE:  # then all share σ
+        each = list(gaussians)
+        rows = Gaussian(torch.cat([one.mean for one in each]), torch.cat([one.covariance for one in each]))
+        yield from losses(rows, y.repeat(len(each), *(1,) * (y.ndim - 1)), sigma).view(len(each), -1)
+        return
+    for tilt, rows in zip(tilts, gaussians, strict=True):
+        yield losses(rows, y, sigma if tilt is None else tilt.noise(likelihood, sigma))
