@@ -29,7 +29,7 @@ from laplace.core.overrides import COVARIANCES, is_overridden, require_positive,
 from laplace.core.positions import channels_last
 from laplace.core.registry import KeyedClasses
 from laplace.enums import LikelihoodName, LinkApprox, LinkName, PredType, PredTypeName
-from laplace.errors import InvalidArgument, LaplaceError, NotFittedError, ReadOnlyError
+from laplace.errors import InvalidArgument, LaplaceError, ReadOnlyError
 from laplace.evidence import Evidence, finite_evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -513,7 +513,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
-        self._require_data()
         return self._posterior.fit
 
     def unrefined(self) -> Fit:
@@ -522,12 +521,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
-        self._require_data()
         return self._posterior.map_fit
-
-    def _require_data(self) -> None:
-        if not self.is_fitted:
-            raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
 
     def _take_part(self, **part: Any) -> None:
         """Takes over a part of a fit by hand."""
@@ -616,7 +610,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
-        self._require_data()
         return self._posterior.expansion_point
 
     @property
@@ -643,7 +636,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
         from laplace.contract.user_hooks import with_users_values
 
-        self._require_data()
+        self._posterior.require_fitted()
         given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
         other = {name: value for name, value in given.items() if value is not None}
         if not other:
@@ -659,7 +652,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         """
         from laplace.contract.user_hooks import precision_of_moment, with_users_values
 
-        self._require_data()
+        self._posterior.require_fitted()
         if is_overridden(self, "posterior_precision"):
             return precision_of_moment(self, "posterior_precision")
         if is_overridden(self, "evidence"):
@@ -822,10 +815,10 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             UnsupportedError: The structure is no sum over data, or its curvature is a random estimate. After every
                 error the former posterior is kept.
         """
-        self._require_data()
-        batches.require_loader(loader, "loader")
         from laplace.fitting.fit import FitOptions, forget
 
+        self._posterior.require_fitted()
+        batches.require_loader(loader, "loader")
         options = FitOptions.of_removal(
             weight, progress_bar=progress_bar, group=group, weight_fn=weight_fn, dict_key_weight=dict_key_weight
         )
