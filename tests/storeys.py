@@ -39,7 +39,7 @@ STOREYS = (
             "curvature/rules.py", "curvature/user_backend.py", "curvature/__init__.py",
             "parametric.py", "predicting.py", "tunable.py", "saving.py", "grid.py",
         ),
-        8_300,
+        8_270,
     ),
     Storey(
         "methods",
@@ -47,7 +47,7 @@ STOREYS = (
             "large_structures", "gp", "function_space", "refinement", "tuning", "comparison.py", "metrics.py",
             "mixture", "training",
         ),
-        7_750,
+        7_680,
     ),
     Storey(
         "adapters",
