@@ -298,3 +298,44 @@ def test_data_that_meet_for_some_lengths_alone_are_found(kind: type[Flat], shape
     fitted(model, [data(length, n_data)])
     with pytest.raises(CurvatureError, match="depends on the others"):
         fitted(model, [data(length, n_data), data(other, more)])
+
+
+# Rows that are picked.
+
+
+class LastToken(Flat):
+    """As heads of language models for classification: the last token that is no padding, 0, of every text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.inner(self.table(x))))
+        return logits[torch.arange(len(x)), (x != 0).cumsum(1).argmax(1)]
+
+
+class AnotherRow(Flat):
+    """The first token says whose last one is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.table(x))))[x[:, 0], torch.full((len(x),), x.shape[1] - 1)]
+
+
+def test_the_last_token_of_every_text_takes_no_new_proof(proofs: list[int]) -> None:
+    model = made(LastToken)
+    batches = [data(length) for length in range(9, 15)]
+    la = fitted(model, batches)
+    for x in (data(9, seed=1), data(17), data(9, n_data=1), data(11, n_data=4)):
+        la(x)
+    assert len(proofs) == 1
+    assert_close(la.H, with_proofs_of_their_own(model, batches), "float32")
+
+
+def test_rows_in_the_place_of_others_are_found_in_every_batch(proofs: list[int]) -> None:
+    model, x = made(AnotherRow), data(9)
+    x[:, 0] = torch.arange(B)
+    turned, repeated = x.clone(), x.clone()
+    turned[:, 0] = torch.arange(B).flip(0)
+    repeated[:, 0] = torch.tensor([0, 0, 1, 2, 3, 4])
+    la = fitted(model, [x, x, turned])
+    assert len(proofs) == 2  # of rows in another order each is the datum's own, once it is known which
+    assert_close(la.H, with_proofs_of_their_own(model, [x, x, turned]), "float32")
+    with pytest.raises(CurvatureError, match="depends on the others"):
+        fitted(model, [x, repeated])

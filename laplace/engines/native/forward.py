@@ -467,6 +467,8 @@ class JacobianRule:
     # True if the rule holds for the next batch of this form too. It does not where the batch could not tell it
     # from another (zeros, equal data) or where the place of the data may depend on them.
     proven: bool = True
+    # True if rows were indexed on their way to the outputs, each by its own number: another batch may do otherwise
+    indexed: bool = False
     # With positions: True if every row of the outputs depends on its own position of the layer's input alone, so
     # that the cost does not grow with the square of the positions
     by_row: bool = False

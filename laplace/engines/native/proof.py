@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
-from laplace.core.checks import where_not_finite
+from laplace.core.checks import is_true, where_not_finite
 from laplace.core.memory import ran_out
 from laplace.engines.native.autograd import differentiable, pull
 from laplace.engines.native.forward import (
@@ -215,7 +215,7 @@ def make_plan(
     """
     proof = probe(problem, capture, x)
     all_owners, routing = owners(problem), Routing(capture)
-    moves_rows = any(part in node.name() for node in capture.graph for part in _MOVING_ROWS)
+    moving, moves_rows = moving_nodes(capture), moves(capture)
     least = Explained.HERE if ladder or problem.processes is not None else Explained.ALWAYS
 
     def levels(slot: int) -> Iterator[tuple[Explained, list[JacobianRule]]]:
@@ -225,7 +225,7 @@ def make_plan(
 
     used = {i: partial(_taken, problem, i, truth) for i, truth in enumerate(proof.truths) if truth is not None}
     # The likeliest candidates of all tensors are compared before any answer is read: that waits for the device.
-    near, moves = _compared(problem, used, {i: next(levels(i), None) for i in used}, capture, proof)
+    near, matters = _compared(problem, used, {i: next(levels(i), None) for i in used}, capture, proof)
     plan: list[JacobianRule] = []
     for i in range(len(proof.truths)):
         if i not in used:
@@ -234,9 +234,10 @@ def make_plan(
         for level, (certainty, candidates) in enumerate(levels(i)):
             passed = near[i] if level == 0 and near[i] else _passed(problem, i, candidates, capture, proof, used[i]())
             if passed:
-                unique = (repeated or len(passed) == 1) and moves[i]
+                unique = (repeated or len(passed) == 1) and matters[i]
                 lasting = unique and not moves_rows and sees_batch(passed[0], capture)
-                plan.append(replace(passed[0], proven=lasting and certainty is Explained.ALWAYS))
+                proven = lasting and certainty is Explained.ALWAYS
+                plan.append(replace(passed[0], proven=proven, indexed=bool(moving)))
                 break
         else:
             if not ladder:
@@ -268,11 +269,11 @@ def _compared(
         answers.append(expected.any())
     read = iter(torch.stack([answer.to(capture.f.device) for answer in answers]).tolist() if answers else [])
     near: dict[int, list[JacobianRule]] = {}
-    moves: dict[int, bool] = {}
+    matters: dict[int, bool] = {}
     for i, candidates in rules.items():
         near[i] = [rule for rule in candidates if next(read)]
-        moves[i] = next(read)
-    return near, moves
+        matters[i] = next(read)
+    return near, matters
 
 
 def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) -> Explained:
@@ -291,6 +292,8 @@ def holds(plan: Plan, problem: Problem, capture: Capture, least: Explained = Exp
         return False
     if least is not Explained.ALWAYS:
         return True
+    if any(rule.indexed for rule in plan) and moves(capture):
+        return False
     for rule in plan:
         if rule.by_row:
             call = rule.uses[0].call
@@ -441,7 +444,8 @@ def sees_batch(rule: JacobianRule, capture: Capture) -> bool:
 
     Where it sees another number of rows (time first, tokens routed to experts), or where rows are indexed on
     their way to the outputs (`_MOVING_ROWS`: a batch sorted by length), the data may decide which row belongs to
-    which sample: such a plan is right for its batch and is proven anew for the next.
+    which sample: such a plan is right for its batch and is proven anew for the next. An index that leaves every
+    datum in its place (`moves`) is no such one, for which every batch is asked.
     """
     n_data = len(capture.f)
 
@@ -457,6 +461,32 @@ def sees_batch(rule: JacobianRule, capture: Capture) -> bool:
     calls = [capture.calls[use.call] for use in rule.uses]
     leading = all(use.axis is BatchAxis.LEADING for use in rule.uses)
     return leading and all(call.x.shape[:1] == (n_data,) or is_view_of_batch(call) for call in calls)
+
+
+def moving_nodes(capture: Capture) -> list[Any]:
+    """The operations of a pass that may move rows by what the data are."""
+    return [node for node in capture.graph if any(part in node.name() for part in _MOVING_ROWS)]
+
+
+def moves(capture: Capture) -> bool:
+    """True if rows may have come to another datum's place; one number is read where all were indexed one by one."""
+    stay = [_stays(node, len(capture.f)) for node in moving_nodes(capture)] if len(capture.f) > 1 else []
+    known = [answer.to(capture.f.device) for answer in stay if answer is not None]
+    if len(known) < len(stay) or (known and capture.positions):
+        return True
+    return bool(known) and not is_true(torch.stack(known).all())
+
+
+def _stays(node: Any, n_data: int) -> Tensor | None:
+    """Whether x[rows, …] gives every datum its own row, 0-dim, as the last token's is picked; None of other forms."""
+    if not node.name().startswith("IndexBackward"):
+        return None
+    size, *others = node._saved_self_sym_sizes
+    rows, *picked = node._saved_indices
+    alike = rows is not None and all(one is not None and one.shape == rows.shape for one in picked)
+    if not alike or rows.shape != (n_data,) or rows.dtype != torch.int64 or size != n_data or n_data in others:
+        return None
+    return (rows == torch.arange(n_data, device=rows.device)).all()
 
 
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
