@@ -6,12 +6,11 @@ inside the function, what they call. Extensions may use everything, and nothing 
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from typing import NamedTuple
 
 from tests.size import lines
-from tests.source import FILES, name_of
+from tests.source import FILES, name_of, tree
 
 
 class Storey(NamedTuple):
@@ -80,5 +79,5 @@ def code() -> Counter[str]:
     for path in FILES:
         number = storey_of(name_of(path))
         if number is not None:
-            found[STOREYS[number].name] += lines(path, ast.parse(path.read_text("utf-8")))[0]
+            found[STOREYS[number].name] += lines(path, tree(path))[0]
     return found

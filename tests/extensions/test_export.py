@@ -69,6 +69,7 @@ def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> 
         assert_close(module(x[:size]), la(x[:size]))
 
 
+@pytest.mark.nightly
 @newer_torch("exports of all weights or of a subnetwork may raise")
 @pytest.mark.parametrize(("package", "backend"), [("backpack", "BackPackGGN"), ("asdl", "AsdlGGN")])
 def test_backends_whose_jacobians_are_a_package_s(package: str, backend: str) -> None:

@@ -86,6 +86,7 @@ def test_predictions_are_means_over_the_networks() -> None:
     assert mean.shape == variance.shape == (6, C)
 
 
+@pytest.mark.nightly
 def test_rows_that_are_not_kept_may_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     la, (x, y) = fitted(network()), data()
     kept = laplace.projected(

@@ -19,6 +19,7 @@ from laplace.extensions.valla import Energy
 from laplace.extensions.valla_training import Training, Variables, k_means, objective
 from laplace.likelihoods import get_likelihood
 from tests import problems as catalogue
+from tests.pairs import nightly
 from tests.reference import curvature as reference
 from tests.reference import evidence, variational
 from tests.reference.compare import assert_close
@@ -127,7 +128,7 @@ def test_all_data_as_inducing_outputs_are_the_full_posterior(weights: str) -> No
     assert la.log_marginal_likelihood(**settings) < full.log_marginal_likelihood(**settings) - 0.1
 
 
-@pytest.mark.parametrize(("name", "count"), [("mlp_regression_single", 7), ("mlp_regression", 3)])
+@pytest.mark.parametrize(("name", "count"), [("mlp_regression_single", 7), *nightly(("mlp_regression", 3))])
 def test_training_approaches_the_optimum(name: str, count: int) -> None:
     """From an L of another noise to the one in closed form, that of all data in the span of the inducing outputs."""
     problem = catalogue.get(name)

@@ -237,6 +237,7 @@ def test_summary_refuses_other_tables() -> None:
         summary.Summary.read(f"{summary.HEADING}\n```text\nheader\na line\n```")
 
 
+@pytest.mark.nightly
 def test_the_command_of_a_gpu_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of each kind, with its page."""
     cpu = torch.device("cpu")

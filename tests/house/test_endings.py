@@ -29,6 +29,7 @@ def test_waits():  # holding the interpreter, where no signal is heard
 AFTER = "def test_after(): pass\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="locks and signals of Linux")
 def test_what_never_ends_is_stopped_and_all_else_runs(tmp_path: Path) -> None:
     pytest.importorskip("xdist")

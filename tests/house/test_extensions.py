@@ -11,7 +11,7 @@ from laplace import MixtureLaplace
 from laplace.core.extensions import EXTENSIONS, NAMES
 from laplace.errors import InvalidType
 from tests import grid
-from tests.source import PACKAGE
+from tests.source import PACKAGE, tree
 
 
 def test_nothing_else_imports_extensions() -> None:
@@ -20,7 +20,7 @@ def test_nothing_else_imports_extensions() -> None:
     for path in PACKAGE.rglob("*.py"):
         if "extensions" in path.relative_to(PACKAGE).parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [f"{path.name}: {name}" for name in names if name.startswith("laplace.extensions")]

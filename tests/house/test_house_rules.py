@@ -114,7 +114,10 @@ def test_no_loop_without_a_bound_ends_at_a_tolerance() -> None:
     wrong = []
     for folder in ("laplace", "examples", "papers", "benchmarks", "docs", "tests/reference"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            loops = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.While)]
+            text = path.read_text("utf-8")
+            loops = (
+                [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.While)] if "while " in text else []
+            )
             for node in (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Compare)):
                 compared = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
                 numbers = any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in compared)

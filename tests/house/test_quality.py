@@ -40,6 +40,7 @@ def test_checks_are_kept() -> None:
     assert [row["name"] for row in kept(knows.RESULTS)] == [check.name for check in knows.CHECKS]
 
 
+@pytest.mark.nightly
 def test_a_check_runs() -> None:
     (check,) = (check for check in knows.CHECKS if check.name.startswith("a report"))
     (row,) = knows.run([check], quick=True)
@@ -53,6 +54,7 @@ def test_results_are_of_all_rows() -> None:
     assert len(CLASSIFICATION) >= 12 and len(REGRESSION) >= 6
 
 
+@pytest.mark.nightly
 def test_one_row_of_each_kind(quick: list[dict[str, Any]]) -> None:
     for row, columns in zip(quick, (10, 7), strict=True):
         (split,) = row["splits"]
@@ -62,6 +64,7 @@ def test_one_row_of_each_kind(quick: list[dict[str, Any]]) -> None:
     assert set(quick[0]["splits"][0][0]["shifts"]) == {"noise 0.5", "noise 1"}
 
 
+@pytest.mark.nightly
 def test_quick_rows_make_a_table(quick: list[dict[str, Any]]) -> None:
     line = page.compared(quick[:1], "nll").splitlines()[-1]
     assert line.startswith("| iris | ") and line.count(" ± .000") == len(page.COLUMNS)
