@@ -241,7 +241,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def targets(row: dict[str, Any] | None) -> list[Target]:
-    """CRPS of heads from scratch in a tenth of their steps; the cost of a pass; labels beside those of random choice."""
+    """CRPS of heads from scratch in a tenth of their steps; the cost of a pass; labels beside those of a random way."""
     texts = (
         f"shallow ensemble: CRPS after {SHARE:.0%} of the steps at most 1.02 times that of heads trained from scratch",
         f"shallow ensemble: {N_MEMBERS} members' forces of one configuration at most 4 passes of energy and force",
