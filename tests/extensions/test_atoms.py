@@ -280,6 +280,20 @@ def test_forces_follow_the_positions_and_leave_them() -> None:
     assert not x["positions"].requires_grad
 
 
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_variances_follow_the_positions(weights: str) -> None:
+    la, x = fitted(weights, "diag", enable_backprop=True), configurations(2, seed=5)
+    x["positions"].requires_grad_()
+    la.predict(x).latent_variance[0, 2].backward()
+    step = torch.zeros_like(x["positions"])
+    step[0, 1, 2] = 1e-5
+    start = x["positions"].detach()
+    ends = [la.predict({**x, "positions": start + sign * step}).latent_variance[0, 2] for sign in (1, -1)]
+    gradient = x["positions"].grad
+    assert gradient is not None
+    assert_close(gradient[0, 1, 2], (ends[0] - ends[1]).detach() / 2e-5, "finite_difference")
+
+
 def test_targets_in_every_layout_come_back() -> None:
     potential = EnergyForces(network(), weights=WEIGHTS, n_atoms=5)
     energies, forces = observations(network(), configurations())
