@@ -135,10 +135,11 @@ class Tunable(ABC):
         With validation data the network runs once over them with its Jacobians, and in regression a forward pass before
         finds the size of the residuals. Without them, `train_loader` serves. Of a last layer with full curvature on
         frozen features, at the mode of its prior (`la.refine`), every label is scored by the posterior without it
-        (`la.leave_one_out`); then c alone is chosen. Of other last layers the head is refitted on the features of the
-        other folds, which is honest where the features have not seen the labels (a frozen, pretrained network) and
-        otherwise a forecast. Of other weights a fifth of the data is held out from a fit to the rest, and the forecast
-        is about a network that has seen them.
+        (`la.leave_one_out`); then the width, by r of every input against all others (with at least two data for every
+        input of a layer), and the scale c alone are chosen. Of other last layers the head is refitted on the features
+        of the other folds, which is honest where the features have not seen the labels (a frozen, pretrained network)
+        and otherwise a forecast. Of other weights a fifth of the data is held out from a fit to the rest, and the
+        forecast is about a network that has seen them.
 
         What was chosen is a value beside the posterior, `la.calibration`, and saved with it. `la.prior_precision`,
         `la.sigma_noise`, `la.temperature`, the evidence and the weights of a mixture stay what they were;

@@ -96,6 +96,7 @@ class LeftOut:
 
     group: PosteriorGroup
     found: LeaveOneOut
+    data: list[Any]  # batches
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: b
     is_frozen = not any(t.requires_grad for name, t in problem.module.named_parameters() if name not in own)
     if problem.head is None or not is_frozen or not structure.is_exact or posterior.likelihood.has_noise:
         return None
+    data = list(train_loader)  # which are read more than once: a loader may shuffle
     try:
-        found = computed(posterior, train_loader, LinkApprox.PROBIT, progress_bar=progress_bar)
+        found = computed(posterior, data, LinkApprox.PROBIT, progress_bar=progress_bar)
     except (UnsupportedError, InvalidArgument):  # weighted data, other backends or likelihoods: refits serve them
         return None
-    return LeftOut(PosteriorGroup((posterior,)), found) if found.is_at_mode else None
+    return LeftOut(PosteriorGroup((posterior,)), found, data) if found.is_at_mode else None
 
 
 def pieces_of(
@@ -335,13 +337,28 @@ def _tilt(
     posterior = now.first
     if len(now.posteriors) > 1:
         return None, "it is of one network, not of a mixture", []
-    if len(pieces) > 1 or not isinstance(pieces[0], Piece) or pieces[0].group.first is not posterior:
+    piece = pieces[0]
+    if len(pieces) > 1 or piece.group.first is not posterior:
         return None, "it takes validation data, val_loader=", []
-    leverages, why_none = tilting.leverages_of(posterior, train_loader)
+    if isinstance(piece, LeftOut):
+        leverages, why_none = tilting.leverages_of(posterior, piece.data, anew=True)
+    else:
+        leverages, why_none = tilting.leverages_of(posterior, train_loader)
     if not leverages:
         return None, why_none, []
-    piece, scored, in_order = pieces[0], grid.of(pieces[0], sigma), None
+    scored, in_order = grid.of(piece, sigma), None
     summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_Batch]()
+    if isinstance(piece, LeftOut):
+        f, y = piece.found.mean.to(sigma), piece.found._targets
+        values = tilting.left_out(posterior, leverages, piece.data)
+        if len(values) != len(f) or bool(values.isnan().all()):
+            return None, "it takes validation data, or twice as many training data as a layer has inputs", []
+        index = torch.arange(len(f), device=f.device)
+        rows = tilting.HeldOutRows([f], [y], [values], [index], [index], len(f))
+        chosen = tilting.choose(summaries, leverages, rows, sigma, caution(len(f)))
+        if isinstance(chosen, str):
+            return None, chosen, []
+        return chosen[0], "", [_Batch(y, f, (), values, r=chosen[1][0])]
     for name, x, y in piece.data.batches(posterior, label="calibrate"):
         with named(name):
             batch = _read(scored.parts[0], leverages, x, y)
@@ -499,7 +516,8 @@ class _Scores:
         if isinstance(piece, LeftOut):
             found, like = piece.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
-            self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets)
+            r = kept[0].r if kept else None
+            self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets, r)
         elif kept and all(batch.latents is not None for batch in kept):
             for number, batch in enumerate(kept):
                 with named(f"validation batch {number}"):

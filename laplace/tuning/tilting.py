@@ -33,19 +33,22 @@ FAR = 2.0
 """r_far in units of (1 + 4/√n) times the largest r of n held-out data."""
 
 
-def leverages_of(posterior: Posterior, train_loader: Iterable[Any] | None) -> tuple[tuple[Leverage, ...], str]:
+def leverages_of(
+    posterior: Posterior, train_loader: Iterable[Any] | None, *, anew: bool = False
+) -> tuple[tuple[Leverage, ...], str]:
     """Leverages in the layers with random weights, by the second moments of the training inputs; or why there are none.
 
     Moments are those of the fit, which has them as Kronecker factors, or keeps features of a last layer; else sums
     of one forward pass over the training data. Where these are given, the layer that the network begins with counts
     beside a last layer, if it is dense: what is strange about an input is seen there, and may be lost on the way.
+    With `anew` they are sums in any case, in units of the inputs.
     """
     if not applies_to(posterior.likelihood):
         return (), f"the outputs of likelihood={posterior.likelihood.name!r} have no size that is a confidence"
     layers = read_layers(posterior.problem)
     if not layers or posterior.problem.processes is not None:
         return (), "no dense or convolutional layer has random weights whose inputs could be read"
-    moments = _of_fit(posterior, layers)
+    moments = {} if anew else _of_fit(posterior, layers)
     if train_loader is not None:
         first = [] if posterior.problem.head is None else first_dense(posterior.problem)
         missing = first if moments else [*first, *layers]
@@ -82,6 +85,29 @@ def _summed(posterior: Posterior, names: list[str], train_loader: Iterable[Any])
             rows = widened(inputs.flatten(0, 1))  # [R, G, I]
             sums[name] = sums.get(name, 0) + rows.permute(1, 2, 0) @ rows.permute(1, 0, 2)
     return dict(sums)
+
+
+_FEW = 2
+"""Data for every input of a layer below which leverages without the datum itself are not those of new data."""
+
+
+def left_out(posterior: Posterior, leverages: tuple[Leverage, ...], batches: list[Any]) -> Tensor:
+    """Leverages of the inputs of a fit, each against all others, `[N, L]`, float64.
+
+    With ℓ = aᵀ (A + ρI)⁻¹ a the one without a's own row is aᵀ (A + ρI − a aᵀ)⁻¹ a = ℓ / (1 − ℓ) (Sherman and Morrison,
+    1950). NaN of layers with several positions of a datum, each with a row. And of layers with fewer than twice as many
+    data as inputs: data that were centred, or standardised, by the mean of all of them are nearly spanned by the
+    others, as no new datum is.
+    """
+    parts: list[Tensor] = []
+    for _, x, _ in Validation(batches).batches(replace(posterior, data=None), label="inputs of layers"):
+        rows, inputs = layer_inputs(posterior.problem, x, tuple(each.layer for each in leverages))
+        n_rows = len(rows.values)
+        single = {name: each for name, each in inputs.items() if each.shape[:2] == (n_rows, 1)}
+        parts.append(in_layers(leverages, single, n_rows))
+    values = widened(torch.cat(parts))
+    few = torch.tensor([_FEW * each.root.shape[-1] > len(values) for each in leverages], device=values.device)
+    return (values / (1 - values).clamp(min=torch.finfo(values.dtype).eps)).masked_fill(few, torch.nan)
 
 
 @dataclass

@@ -19,6 +19,14 @@ def leverages(train: Tensor, inputs: Tensor) -> Tensor:
     return torch.stack([torch.stack([a @ inverse @ a for a in one]).mean() for one in inputs.double()])
 
 
+def left_out_leverages(train: Tensor) -> Tensor:
+    """The same of the training inputs `[N, d]`, each against the matrix of all others, with the same ridge."""
+    rows = train.double()
+    total = rows.T @ rows
+    ridge = RIDGE * total.trace() / len(total) * torch.eye(len(total)).double()
+    return torch.stack([a @ torch.linalg.inv(total - torch.outer(a, a) + ridge) @ a for a in rows])
+
+
 def distances(held_out: list[Tensor], new: list[Tensor]) -> tuple[Tensor, Tensor]:
     """r of held-out and of new inputs, from their leverages in every layer."""
 

@@ -30,6 +30,7 @@ from laplace.structures import STRUCTURES
 from laplace.tuning import calibrate as search
 from tests import grid
 from tests.pairs import nightly
+from tests.reference import tilt as reference
 
 CELLS = [(grid.WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES)]
 LIKELIHOODS = tuple(name for name in grid.LIKELIHOODS if name != "reward_modeling")
@@ -859,6 +860,34 @@ def test_a_frozen_head_is_calibrated_by_leaving_every_input_out() -> None:
         kappa = (1 + math.pi / 8 * scale * left.covariance.diagonal(dim1=1, dim2=2)).rsqrt()
         score = nn.functional.cross_entropy(kappa * left.mean, y, reduction="none")
         near(difference, (score - network).mean(), 1e-5, 1e-9)
+
+
+def test_its_width_is_that_of_inputs_without_their_own_rows() -> None:
+    la, x, y = frozen_head()
+    la.refine([(x, y)])
+    found = la.calibrate(train_loader=[(x[:25], y[:25]), (x[25:], y[25:])])
+    network, new = la.model.model, 3 * x[:7]
+    layers = [(part, network[:2](part).detach()) for part in (x, new)]
+    held_out = [reference.left_out_leverages(a) for a in layers[0]]
+    ours = [reference.leverages(a, b.unsqueeze(1)) for a, b in zip(*layers, strict=True)]
+    assert found.tilt.layers == ("0", "2")
+    r, of_new = reference.distances(held_out, ours)
+    assert found.tilt.far == pytest.approx(2 * (1 + 4 / math.sqrt(60)) * float(r.max()))
+    la.calibration = None
+    f = la.predict(new).latent_mean
+    la.calibration = dataclasses.replace(found, tilt=dataclasses.replace(found.tilt, width=1.0), scale=0.0)
+    near(la(new), reference.probabilities(f, of_new, 1.0, found.tilt.far), 1e-6)
+
+
+def test_with_few_data_for_a_layer_it_has_no_width() -> None:
+    la, x, y = frozen_head()
+    la.fit([(x[:7], y[:7])])
+    la.refine([(x[:7], y[:7])])
+    with pytest.warns(CalibrationWarning, match="7 data"):
+        found = la.calibrate(train_loader=[(x[:7], y[:7])])
+    assert "left out" in found.held_out
+    assert found.tilt is None
+    assert "twice as many training data" in repr(found)
 
 
 @pytest.mark.parametrize("case", ["not at the mode", "trained features", "kron"])
