@@ -46,7 +46,7 @@ STOREYS = (
             "large_structures", "gp", "function_space", "refinement", "tuning", "comparison.py", "metrics.py",
             "mixture", "training",
         ),
-        7_680,
+        7_800,
     ),
     Storey(
         "adapters",
