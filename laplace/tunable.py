@@ -120,10 +120,10 @@ class Tunable(ABC):
         data, relative to a typical held-out input, with the widest of seven factors that is not shown to be worse than
         the network (`laplace.posterior.tilt`). It needs the second moments of these inputs, which a fit with Kronecker
         factors has, and one over a last layer (up to 64 MiB of features); else give `train_loader` as well. Of a last
-        layer give it in any case: then the dense layer that the network begins with counts too, which sees more of what
-        is strange about an input. Predictions cost no Jacobian for it. `calibration.untilted` says why there is none.
-        Where the held-out data lose more than 0.005 nats by it, after all that follows, it stays for inputs alone that
-        are farther than all of them.
+        layer of a classification give it in any case: then the dense layer that the network begins with counts too,
+        which sees more of what is strange about an input. Predictions cost no Jacobian for it. `calibration.untilted`
+        says why there is none. Where the held-out data lose more than 0.005 nats by it, after all that follows, it
+        stays for inputs alone that are farther than all of them.
 
         On top of it candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1
         of the covariance, and in regression noises σ around the size of the residuals. They are compared by the log

@@ -39,8 +39,9 @@ def leverages_of(
     """Leverages in the layers with random weights, by the second moments of the training inputs; or why there are none.
 
     Moments are those of the fit, which has them as Kronecker factors, or keeps features of a last layer; else sums
-    of one forward pass over the training data. Where these are given, the layer that the network begins with counts
-    beside a last layer, if it is dense: what is strange about an input is seen there, and may be lost on the way.
+    of one forward pass over the training data. Where these are given, the layer that a network of classes begins with
+    counts beside a last layer, if it is dense: what is strange about an input is seen there, and may be lost on the
+    way. The noise of a regression is none the better for it.
     With `anew` they are sums in any case, in units of the inputs.
     """
     if not applies_to(posterior.likelihood):
@@ -50,7 +51,8 @@ def leverages_of(
         return (), "no dense or convolutional layer has random weights whose inputs could be read"
     moments = {} if anew else _of_fit(posterior, layers)
     if train_loader is not None:
-        first = [] if posterior.problem.head is None else first_dense(posterior.problem)
+        has_first = posterior.problem.head is not None and not posterior.likelihood.has_noise
+        first = first_dense(posterior.problem) if has_first else []
         missing = first if moments else [*first, *layers]
         moments = (_summed(posterior, missing, train_loader) if missing else {}) | moments
     if not moments:

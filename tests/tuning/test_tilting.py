@@ -104,6 +104,12 @@ def test_probabilities(weights: str, structure: str, given: bool, scale: float) 
     assert tilt.layers == (("0", "2") if read == "all" else ("2",))
 
 
+def test_the_noise_of_a_regression_follows_the_last_layer_alone() -> None:
+    la = fitted("last_layer", "kron", "regression", sigma_noise=0.7)
+    found = la.calibrate([data(N_VAL, 1, "regression")], train_loader=[data(N_TRAIN, 0, "regression")])
+    assert found.tilt.layers == ("2",)
+
+
 def test_a_network_that_begins_with_a_convolution_has_its_last_layer_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
