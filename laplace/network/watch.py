@@ -21,6 +21,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.core.nested import n_bytes, stored
+from laplace.core.pieces import numbers_at_once
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, warn
 from laplace.network.apart import ATOMS, MOST, is_set
@@ -768,11 +769,12 @@ def _values(tensor: Tensor) -> Tensor:
 
 def _row_sums(rows: Tensor) -> Tensor:
     """Sums of m rows of at most `_PERIOD` entries, and those with the weights of columns, `[2, m]`."""
-    weights = _column_weights(rows.device)[: rows.shape[1]]
-    wide = weights.new_empty(min(_ROWS, len(rows)), rows.shape[1])  # of all parts: fresh memory takes longer than sums
+    weights, at_once = _column_weights(rows.device)[: rows.shape[1]], _rows_at_once(rows.device)
+    # Of all parts: fresh memory takes longer than sums.
+    wide = weights.new_empty(min(at_once, len(rows)), rows.shape[1])
     plain: list[Tensor] = []
     weighed: list[Tensor] = []
-    for part in rows.split(_ROWS):
+    for part in rows.split(at_once):
         some = wide[: len(part)].copy_(part)
         plain.append(some.sum(1))
         weighed.append(some.mv(weights))  # half the time of one product with both
@@ -785,8 +787,9 @@ def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
     Of every tensor `rows` are the sums of its full rows, `[2, m]`, if it has any, and `ends` the last row; these are of
     one device and dtype, and are summed together.
     """
+    step = _rows_at_once(ends[0].device) if ends else 1
     last = torch.cat(
-        [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)], 1
+        [_row_sums(pad_sequence(ends[i : i + step], batch_first=True)) for i in range(0, len(ends), step)], 1
     )
     counts = [0 if full is None else full.shape[1] for full in rows]
     if not any(counts):
@@ -797,6 +800,11 @@ def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
     by_row = every[:1] * torch.cat([of_rows[:count] for count in counts])
     owner = torch.arange(len(rows), device=last.device).repeat_interleave(number)
     return sums.index_add_(1, owner, torch.cat([every, by_row])).T.contiguous()
+
+
+def _rows_at_once(device: torch.device) -> int:
+    """Rows whose copies in float64 stay in the cache of a CPU; elsewhere those of 128 MiB."""
+    return min(numbers_at_once(_ROWS * _PERIOD, device), 2**24) // _PERIOD
 
 
 def _column_weights(device: torch.device) -> Tensor:

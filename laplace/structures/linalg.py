@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.core import eigen
 from laplace.core.checks import all_finite, require
 from laplace.core.inference import kept_for_later
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, SlowWarning, warn
 
@@ -54,7 +55,7 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
     In float32 a rank-deficient curvature has eigenvalues that are negative by rounding; they would turn
     the evidence into NaN for every small prior precision.
     """
-    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
+    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1], matrix.device)
     with kept_for_later():
         values, vectors = eigen.eigh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values), vectors
@@ -62,7 +63,7 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
 
 def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
-    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1])
+    _warn_if_long(matrix[..., 0, 0].numel(), matrix.shape[-1], matrix.device)
     with kept_for_later():
         values = eigen.eigvalsh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values)
@@ -75,19 +76,21 @@ def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
     products leaves. All other eigenvalues are 0.
     """
     require(all_finite([rows.detach()]), _not_finite)
-    _warn_if_long(rows[..., 0, 0].numel(), rows.shape[-2])
+    _warn_if_long(rows[..., 0, 0].numel(), rows.shape[-2], rows.device)
     with kept_for_later():
         basis, triangle = torch.linalg.qr(widened(rows.detach()).mT)
         left, roots, _ = torch.linalg.svd(triangle)
         return roots.square().flip(-1), basis @ left.flip(-1)
 
 
-def _warn_if_long(n_matrices: int, width: int) -> None:
+def _warn_if_long(n_matrices: int, width: int, device: torch.device) -> None:
     seconds = n_matrices * float(width) ** 3 / RATE
     if seconds > LONG:
-        told = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        told = f"take about {seconds:.0f} s" if seconds < 120 else f"take about {seconds / 60:.0f} minutes"
+        if operations_are_dear(device):  # whose speed nobody knows
+            told = f"take a few times n³ = {n_matrices * float(width) ** 3:.1g} operations"
         warn(
-            f"the eigendecomposition of {n_matrices} matrices {width:,} × {width:,} will take about {told}. It is done "
+            f"the eigendecomposition of {n_matrices} matrices {width:,} × {width:,} will {told}. It is done "
             "once per fit; hessian_structure='lowrank_kron' needs none of this size.",
             SlowWarning,
         )

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.operations import Counted
 from laplace import FunctionalLaplace, Laplace, TaskFit, VaLLA, curvature, marglik_training
+from laplace.core import pieces
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
 from laplace.network.watch import (
     ROWS,
@@ -383,6 +385,17 @@ def test_checksums_weigh_entries_by_column_and_row(shape: tuple[int, ...], dtype
     by_column, by_row = torch.cos(1.0 + place.double() % 4096), torch.cos(1.0 + (place // 4096).double())
     expected = torch.stack([flat.sum(), flat @ by_column, flat @ by_row])
     torch.testing.assert_close(checksums(model)[0], expected, rtol=1e-10, atol=1e-8)
+
+
+def test_checksums_of_a_card_take_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1000, 1500)
+    with Counted() as of_cpu:
+        expected = checksums(model)
+    monkeypatch.setattr(pieces, "_CHEAP", frozenset())
+    with Counted() as of_card:
+        found = checksums(model)
+    assert same_sums(found, expected)
+    assert of_card.operations < 30 < of_cpu.operations
 
 
 def test_further_tensors_are_not_said_to_have_been_moved() -> None:

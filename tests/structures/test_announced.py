@@ -16,6 +16,9 @@ from laplace.structures import linalg
 STRUCTURES = ("kron", "block", "full")
 
 
+CPU = torch.device("cpu")
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -57,8 +60,10 @@ def test_short_ones_are_silent() -> None:
 def test_work_is_told_by_sizes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        linalg._warn_if_long(1, 3000)
+        linalg._warn_if_long(1, 3000, CPU)
     with pytest.warns(SlowWarning, match=r"2 matrices 5,000 × 5,000 will take about 50 s"):
-        linalg._warn_if_long(2, 5000)
+        linalg._warn_if_long(2, 5000, CPU)
     with pytest.warns(SlowWarning, match="7 minutes"):
-        linalg._warn_if_long(1, 12800)
+        linalg._warn_if_long(1, 12800, CPU)
+    with pytest.warns(SlowWarning, match=r"will take a few times n³ = 2e\+11 operations"):
+        linalg._warn_if_long(2, 5000, torch.device("cuda"))
