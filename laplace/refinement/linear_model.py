@@ -228,7 +228,7 @@ _MAX_HALVINGS = 40
 class Convex(Protocol):
     """A function of vectors `[P]` with a positive definite Hessian."""
 
-    def value(self, at: Tensor) -> float: ...
+    def value(self, at: Tensor) -> float | Tensor: ...
     def gradient(self, at: Tensor) -> Tensor: ...
     def hessian_at(self, at: Tensor) -> Callable[[Tensor], Tensor]: ...
 
@@ -268,24 +268,23 @@ def minimise(
         residual: Largest one, relative to the gradient, to which a step is solved.
         progress_bar: Show a progress bar.
     """
-    at, values = start, [function.value(start)]
-    gradient = function.gradient(at)
-    distance = _norm(gradient, precondition(gradient))
+    at, first, gradient = start, function.value(start), function.gradient(start)
+    value, square = _read(first, gradient @ precondition(gradient))
+    values, distance = [value], _root(square)
     with tqdm(total=max_steps, desc="refine", disable=not progress_bar) as bar:
         for _ in range(max_steps):
             if distance <= tolerance:
                 break
             relative = min(residual, max(0.1 * tolerance, distance))
             direction = solved(function.hessian_at(at), -gradient, precondition, relative)
-            slope = float(gradient @ direction)
-            step = _backtracked(function, at, direction, values[-1], slope)
+            step = _backtracked(function, at, direction, values[-1], gradient @ direction)
             bar.update()
             if step is None:  # nothing is gained any more but rounding
                 break
             at, value = step
             values.append(value)
             gradient = function.gradient(at)
-            distance = _norm(gradient, precondition(gradient))
+            distance = _root(*_read(gradient @ precondition(gradient)))
     return Minimum(at, tuple(values), distance, distance <= tolerance)
 
 
@@ -300,19 +299,29 @@ def solved(
     ).x[0]  # fmt: skip
 
 
-def _norm(vector: Tensor, image: Tensor) -> float:
-    return math.sqrt(max(0.0, float(vector @ image)))
+def _root(square: float) -> float:
+    return math.sqrt(max(0.0, square))
+
+
+def _read(*numbers: float | Tensor) -> list[float]:
+    """Numbers, those of a device by one transfer."""
+    of_device = [widened(number) for number in numbers if isinstance(number, Tensor)]
+    known = iter(torch.stack(of_device).tolist() if of_device else [])
+    return [next(known) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def _backtracked(
-    function: Convex, at: Tensor, direction: Tensor, value: float, slope: float
+    function: Convex, at: Tensor, direction: Tensor, value: float, along: Tensor
 ) -> tuple[Tensor, float] | None:
-    """The first of the steps 1, ½, ¼, … that makes a function smaller, up to its rounding (Armijo, 1966)."""
+    """The first of the steps 1, ½, ¼, … that makes a function smaller, up to its rounding (Armijo, 1966).
+
+    `along` is the slope in the direction, 0-dim.
+    """
     rounding = 1e-14 * abs(value)
     step = 1.0
     for _ in range(_MAX_HALVINGS):
         new = at + step * direction
-        reached = function.value(new)
+        reached, slope = _read(function.value(new), along)
         if reached <= value + _ARMIJO * step * slope + rounding:
             return new, reached
         step /= 2

@@ -158,8 +158,8 @@ class _Penalised:
     y: Tensor
     ridge: Tensor
 
-    def value(self, at: Tensor) -> float:
-        return float(self.likelihood.loss(self._outputs(at), self.y) + 0.5 * self.ridge * (at @ at))
+    def value(self, at: Tensor) -> Tensor:
+        return self.likelihood.loss(self._outputs(at), self.y) + 0.5 * self.ridge * (at @ at)
 
     def gradient(self, at: Tensor) -> Tensor:
         return self._pulled(self.likelihood.gradient(self._outputs(at), self.y)) + self.ridge * at
@@ -504,7 +504,8 @@ def warn_if_worse(tuned: tuple[Posterior, ...]) -> None:
 def warn_of_losses(ours: Tensor, network: Tensor, where: str) -> None:
     """Warns if a posterior's losses on data, `[n]`, are clearly larger than the network's; `where` begins the text."""
     difference = ours - network
-    mean, error = float(difference.mean()), float(difference.std()) / math.sqrt(max(1, len(difference)))
+    mean, deviation = torch.stack([difference.mean(), difference.std()]).tolist()
+    error = deviation / math.sqrt(max(1, len(difference)))
     if len(difference) >= _LEAST and mean > max(_STANDARD_ERRORS * error, _NATS):
         warn(
             f"{where} its negative log likelihood is {float(ours.mean()):.2f}, that of the network "
@@ -556,8 +557,8 @@ def _losses(posterior: Posterior, seen: list[SeenBatch], link: str) -> tuple[Ten
     f, y = f[rows], y[rows]
     features = torch.cat([batch.features for batch in seen])[rows].to(f)
     ones = features.new_ones(n_rows, 1)
-    is_out = torch.arange(n_rows, device=f.device) % 3 == 0
-    out, rest = is_out.nonzero().flatten(), (~is_out).nonzero().flatten()
+    every = torch.arange(n_rows)  # on the host, who knows which
+    out, rest = every[::3].to(f.device), every[every % 3 > 0].to(f.device)
 
     head = Head.of_network(posterior, torch.cat([features, ones], 1) if has_bias else features, f, y)
     moved = head.refit(rest, max_steps=_STEPS, residual=_RESIDUAL)

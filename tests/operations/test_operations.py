@@ -36,7 +36,7 @@ def test_budgets_are_a_few_passes_of_the_network(name: tuple[str, str, str]) -> 
     model, batches = NETWORKS[network]()
     forward, r = of_one_pass(model, batches[0][0])
     budget: Budget = BUDGETS[name]
-    assert budget.tuning_reads <= (4 if weights == "all" else 30)
+    assert budget.tuning_reads <= (4 if weights == "all" else 21)
     if weights == "last_layer":
         assert budget.batch <= forward + 50 and budget.probit <= forward + 27
     elif structure == "full":
