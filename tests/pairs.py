@@ -3,7 +3,7 @@
 A test of 7 likelihoods, 5 choices of weights and 8 structures is 280 tests; 56 of them try every likelihood with every
 structure, every likelihood with all weights, and all weights with every structure. These run, unless the environment
 variable LAPLACE_TEST_ALL is set: then all of them do (`make test-all`). Where a problem stands for its likelihood,
-every problem has its turn in every file. Products of two parameters alone give every value its turn, and so do tests
+every problem has its turn in every folder. Products of two parameters alone give every value its turn, and so do tests
 that are marked `turns`, whose parameters have little to do with each other.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 ALL = bool(os.environ.get("LAPLACE_TEST_ALL"))
-FEW = 12
+FEW = 6
 """Tests of two parameters that all run, whatever they are."""
 
 
 @dataclass(frozen=True)
 class Once:
-    """A value that is tried with no other one in particular: one test of a file that has it is enough."""
+    """A value that is tried with no other one in particular: one test of a folder that has it is enough."""
 
     value: Hashable
 
@@ -41,11 +41,11 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             continue
         groups[item.nodeid.partition("[")[0]].append(number)
     kept: set[int] = set()
-    seen: dict[str, set[Any]] = defaultdict(set)  # values that are tried once, by file
+    seen: dict[str, set[Any]] = defaultdict(set)  # values that are tried once, by folder
     for name, numbers in groups.items():
         rows = split([_values(items[number]) for number in numbers])
         pairs = items[numbers[0]].get_closest_marker("turns") is None
-        places = covering(rows, seen[name.partition("::")[0]], pairs)
+        places = covering(rows, seen[name.partition("::")[0].rpartition("/")[0]], pairs)
         kept.update(numbers[place] for place in places)
     return [items[number] for number in sorted(kept)]
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace, ParametricLaplace
 from laplace.curvature import NativeHessian
+from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import STRUCTURE_NAMES, Case, drawn, few, priors
 from tests.conformance.test_backprop import directional, weighted
 from tests.conformance.test_gradients import options
+from tests.pairs import ALL
 from tests.reference.compare import assert_close
 
 STEP = 1e-5
@@ -97,7 +99,10 @@ def test_moments_and_samples(case: Case, form: str) -> None:
             check(single, "temperature" if form == "scalar" else "sigma_noise", one, x, MOMENTS)
 
 
-@pytest.mark.parametrize("case", few("all", names=["mlp_classification"]))
+SOME = () if ALL else (*grid.FIRST, "lowrank")
+
+
+@pytest.mark.parametrize("case", few("all", structures=SOME, names=["mlp_classification"]))
 def test_probabilities(case: Case) -> None:
     la = case.fit(temperature=1.2)
     for prior, _ in priors(case).values():

@@ -22,12 +22,12 @@ from tests.versions import newer_torch
 
 BATCH = torch.export.Dim("batch")
 LARGE = (*grid.PAIRS, "reward_modeling")
-"""Likelihoods whose graph of an exact moment takes seconds to trace, of two ten and more."""
+"""Likelihoods whose graph of an exact moment takes seconds to trace, of two ten and more; so do other links."""
 SLOW = [cell for cell in grid.TURNS if cell[1] == "lowrank_kron"] + [("all", "gp")]
 STRUCTURES = [cell for cell in grid.TURNS if cell not in SLOW] + nightly(*SLOW)
 LINKS = [
-    pytest.param(name, link, marks=pytest.mark.nightly if name in LARGE and link == "probit" else ())
-    for name in grid.LIKELIHOODS for link in (LIKELIHOODS[name]().links or ("probit",))
+    pytest.param(name, link, marks=pytest.mark.nightly if name in LARGE or number else ())
+    for name in grid.LIKELIHOODS for number, link in enumerate(LIKELIHOODS[name]().links or ("probit",))
     if name != "reward_modeling" or link == "probit"
 ]  # fmt: skip
 

@@ -30,6 +30,7 @@ from laplace.errors import (
 from laplace.structures import STRUCTURES
 from laplace.structures.kron import KronCurvature
 from tests.fitting import ranks
+from tests.pairs import nightly
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
 
@@ -105,7 +106,7 @@ def shared_fits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return of
 
 
-@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("shards", ["uneven", *nightly("one without data")])
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_a_fit_over_processes_is_one_of_all_data(
     cell: tuple[str, str, str], shards: str, shared_fits: Callable[[str], list[Any]]
