@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import laplace
-from laplace import DiagLaplace, Laplace, LLLaplace, ParametricLaplace, SubnetLaplace
+from laplace import Laplace, LLLaplace, ParametricLaplace, SubnetLaplace
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
@@ -117,20 +117,6 @@ def test_its_options_and_arguments_are_checked(registered: None) -> None:
         grid.make("all", "two_numbers")
 
 
-def test_what_is_no_longer_registered_is_unknown() -> None:
-    with STRUCTURES.temporarily():
-        STRUCTURES.register("one_number")(MeanCurvature)
-        la = grid.make("all", "one_number")
-    with pytest.raises(InvalidArgument, match=r"'diag'.*'lowrank_kron'") as raised:
-        grid.make("all", "one_number")
-    assert "'one_number'" not in str(raised.value).partition("accepted")[2]
-    with STRUCTURES.temporarily():
-        STRUCTURES.register("one_number")(DiagCurvature)
-        other = grid.make("all", "one_number")
-    assert type(other) is not type(la)
-    assert other.structure is DiagCurvature
-
-
 def test_registered_weights_work_with_all_structures() -> None:
     class OtherWeights(AllWeights):
         """All weights under another name."""
@@ -182,30 +168,6 @@ def test_a_user_s_class_of_a_family_is_found_by_its_key() -> None:
     assert type(ella) is laplace.ELLA
     with pytest.raises(InvalidArgument, match="further"):
         grid.make("all", "gp", n_subset=5, functional_approximation="further")
-
-
-def test_of_several_classes_of_users_the_last_living_one_counts() -> None:
-    class First(DiagLaplace):
-        _key = ("all", "diag")
-
-    class Second(DiagLaplace):
-        _key = ("all", "diag")
-
-    try:
-        assert type(grid.make("all", "diag")) is Second
-        del Second
-        gc.collect()
-        assert type(grid.make("all", "diag")) is First
-    finally:
-        del First
-        gc.collect()
-    assert type(grid.make("all", "diag")) is DiagLaplace
-
-
-@pytest.mark.parametrize("key", ["diag", ("all",), ("all", 3), ("all", "gp", "sod", "more")])
-def test_a_key_that_names_no_cell_is_refused(key: object) -> None:
-    with pytest.raises(InvalidArgument, match="_key="):
-        type("Mine", (DiagLaplace,), {"_key": key, "__module__": __name__})
 
 
 @pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)

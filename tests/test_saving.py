@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import pickle
-import signal
 import sys
-import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,15 +17,12 @@ from torch import Tensor, nn
 pytest.importorskip("safetensors")
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 import laplace
 from laplace import KronLaplace, Laplace, MixtureLaplace, OnlineLaplace, VaLLA
 from laplace.core import nested
-from laplace.curvature import NativeEF, NativeGGN
 from laplace.enums import FeatureReduction, Likelihood
 from laplace.errors import (
-    InvalidArgument,
     InvalidCall,
     InvalidType,
     MissingDependency,
@@ -288,53 +281,6 @@ def called(model: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
     return scale * model(x)
 
 
-OBJECTS: dict[str, tuple[str, Any, str]] = {
-    "backend": ("backend", NativeEF, "backend= (it was NativeEF)"),
-    "likelihood": ("likelihood", Categorical(), "likelihood= (it was Categorical)"),
-    "forward_fn": ("forward_fn", called, "forward_fn= (it was called)"),
-    "generator": ("backend_kwargs", {"generator": torch.Generator()}, "backend_kwargs= (it was dict)"),
-}
-
-
-@pytest.mark.parametrize("case", OBJECTS)
-def test_an_object_is_given_again(case: str, path: Path) -> None:
-    name, value, message = OBJECTS[case]
-    la = Laplace(grid.network(), **{"likelihood": "classification", name: value}, subset_of_weights="all")
-    la.fit(grid.batches())
-    assert_same(la, loaded(la, path, **{name: value}))
-    with pytest.raises(InvalidCall) as caught:
-        laplace.load(path, grid.network())
-    assert message in str(caught.value)
-
-
-def test_objects_of_other_classes_are_refused(path: Path) -> None:
-    la = grid.fitted("all", "kron", backend=NativeEF)
-    la.save(path)
-    with pytest.raises(StateError, match="it was saved with a NativeEF"):
-        laplace.load(path, grid.network(), backend=NativeGGN)
-    la = Laplace(grid.network(), Categorical(), "all", "kron")
-    la.fit(grid.batches())
-    la.save(path)
-    with pytest.raises(StateError, match="it was saved with a Categorical"):
-        laplace.load(path, grid.network(), likelihood="classification")
-
-
-def test_a_likelihood_object_with_other_options_is_refused(path: Path) -> None:
-    la = Laplace(grid.network(), Categorical(class_weight=[1, 2, 0.5]), "all", "kron")
-    la.fit(grid.batches())
-    la.save(path)
-    with pytest.raises(StateError, match=r"it was saved with a Categorical\(class_weight=\(1.0, 2.0, 0.5\)\)"):
-        laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 1, 0.5]))
-    assert_same(la, laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 2, 0.5])))
-
-
-def test_what_the_file_holds_is_not_given_again(path: Path) -> None:
-    grid.fitted("all", "kron").save(path)
-    for name, value in {"backend": NativeEF, "likelihood": "classification", "prior_precision": 2.0}.items():
-        with pytest.raises(InvalidCall, match=f"given {name}; of this posterior it accepts none"):
-            laplace.load(path, grid.network(), **{name: value})
-
-
 # Refusals to save.
 
 
@@ -365,162 +311,7 @@ def test_without_safetensors_the_package_is_named(path: Path, monkeypatch: pytes
             act()
 
 
-@pytest.mark.parametrize("fault", ["serialising", "replacing", "synchronising"])
-def test_a_failed_write_leaves_the_former_file(fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    la = grid.fitted("all", "kron")
-    la.save(path)
-    former = path.read_bytes()
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise OSError("disk full")
-
-    place = {
-        "serialising": "safetensors.torch.save",
-        "replacing": "pathlib.Path.replace",
-        "synchronising": "os.fsync",
-    }
-    la.prior_precision = 3.0
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="disk full"):
-        patched.setattr(place[fault], fail)
-        la.save(path)
-    assert path.read_bytes() == former and os.listdir(path.parent) == [path.name]
-    la.save(str(path))
-    assert laplace.load(str(path), grid.network()).prior_precision.item() == 3
-    with pytest.raises(FileNotFoundError):
-        la.save(path.parent / "missing" / "file")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes of files")
-def test_a_file_keeps_its_mode_and_a_link_its_target(path: Path) -> None:
-    la, link = grid.fitted("all", "diag"), path.with_name("link")
-    former = os.umask(0o027)
-    try:
-        la.save(path)
-    finally:
-        os.umask(former)
-    assert path.stat().st_mode & 0o777 == 0o640
-    path.chmod(0o664)
-    link.symlink_to(path)
-    la.prior_precision = 3.0
-    la.save(link)
-    assert path.stat().st_mode & 0o777 == 0o664 and link.is_symlink()
-    assert laplace.load(path, grid.network()).prior_precision.item() == 3
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pipes and devices")
-def test_what_is_no_file_is_refused(path: Path) -> None:
-    """And not replaced by one; nor waited for."""
-    la, pipe = grid.fitted("all", "diag"), path.with_name("pipe")
-    os.mkfifo(pipe)
-    for place in (pipe, path.parent, Path("/dev/null")):
-        with pytest.raises(InvalidArgument, match=f"'{place}' is a"):
-            la.save(place)
-    for place in (pipe, Path("/dev/zero")):
-        with pytest.raises(InvalidArgument, match="is a pipe, a device"):
-            laplace.load(place, la.weights.model)
-    for wrong in (3, None):
-        for act in (lambda place: la.save(place), lambda place: laplace.load(place, la.weights.model)):
-            with pytest.raises(InvalidType, match="give the path of a file"):
-                act(wrong)
-            with pytest.raises(InvalidArgument, match="NUL"):
-                act("a\0b")
-
-
-@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name")
-def test_a_process_that_is_killed_leaves_the_former_file_alone(path: Path) -> None:
-    la = grid.fitted("all", "full")
-    la.save(path)
-    for _ in range(5):
-        child = os.fork()
-        if child == 0:
-            while True:
-                la.save(path)
-        time.sleep(0.05)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert len(os.listdir(path.parent)) == 1
-        assert_same(la, laplace.load(path, grid.network()))
-
-
-def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is mapped into memory ends it; bytes that were read stay."""
-    la, read, cut = grid.fitted("all", "kron"), Path.read_bytes, list[Path]()
-    la.save(path)
-
-    def then_cut(self: Path) -> bytes:
-        whole = read(self)
-        os.truncate(self, 100)
-        cut.append(self)
-        return whole
-
-    monkeypatch.setattr(Path, "read_bytes", then_cut)
-    assert_same(la, laplace.load(path, grid.network()))
-    assert cut == [path]
-    with pytest.raises(StateError, match="no posterior that could be loaded"):
-        laplace.load(path, grid.network())
-
-
 # Refusals to load.
-
-
-def renamed() -> nn.Module:
-    model = nn.Module()
-    model.net = grid.network()
-    model.forward = lambda x: model.net(x)
-    return model
-
-
-def with_buffer() -> nn.Module:
-    model = grid.network()
-    model.register_buffer("extra", torch.zeros(1))
-    return model
-
-
-def with_relu() -> nn.Module:
-    model = grid.network()
-    model[1] = nn.ReLU()
-    return model
-
-
-OTHERS = {
-    "values": (other_weights, "other weights"),
-    "names": (renamed, "'0.weight' was float32 .*, is none"),
-    "shapes": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)), "is float32 .6, 3"),
-    "dtypes": (lambda: grid.network().double(), "'0.weight' was float32 .*, is float64"),
-    "buffers": (with_buffer, "'extra' was none, is float32"),
-    "modules": (lambda: "model", "str"),
-    "activations": (with_relu, "'1' was Tanh, is ReLU"),
-}
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_network_is_refused(case: str, weights: str, path: Path) -> None:
-    """By a message that names the file, and what differs."""
-    make, message = OTHERS[case]
-    grid.fitted(weights, "full").save(path)
-    with pytest.raises(StateError, match=f"{path}.*{message}"):
-        laplace.load(path, make())
-
-
-def test_files_of_something_else_are_refused(path: Path) -> None:
-    la = grid.fitted("all", "kron")
-    torch.save(la.state_dict(), path)
-    with pytest.raises(StateError, match="no posterior that could be loaded"):
-        laplace.load(path, la.model)
-    save_file({"weight": torch.zeros(3)}, path)
-    with pytest.raises(StateError, match=r"nothing that la\.save wrote"):
-        laplace.load(path, la.model)
-    save_file({"weight": torch.zeros(3)}, path, {"laplace_format": "2"})
-    with pytest.raises(StateError, match="version '2'"):
-        laplace.load(path, la.model)
-    path.write_bytes(b"")
-    with pytest.raises(StateError, match="no posterior that could be loaded"):
-        laplace.load(path, la.model)
-    with pytest.raises(StateError, match="is a folder; give the file"):
-        laplace.load(path.parent, la.model)
-    with pytest.raises(FileNotFoundError):
-        laplace.load(path.parent / "none", la.model)
 
 
 def test_damage_is_noticed_wherever_it_is(path: Path) -> None:
@@ -547,125 +338,7 @@ def test_a_loaded_posterior_does_not_change_with_its_file(path: Path) -> None:
     assert_same(la, laplace.load(path, grid.network()))
 
 
-# Files that mean harm.
-
-
-def forged(path: Path, change: Any) -> None:
-    """A file whose value was changed, with the digest that belongs to it."""
-    metadata, tensors = nested._contents(path)
-    text = change(metadata["laplace"])
-    text = text if isinstance(text, str) else json.dumps(text)
-    save_file(tensors, path, nested._metadata(text, tensors))
-
-
-def with_recipe(**changes: Any) -> Any:
-    def change(text: str) -> Any:
-        value = json.loads(text)
-        value["recipe"] |= changes
-        return value
-
-    return change
-
-
-HOSTILE = {
-    "class outside of the registry": with_recipe(cell=["all", "os.system"], cls_name="os.system"),
-    "class of another name": with_recipe(cls_name="os.system"),
-    "cell that is no cell": with_recipe(cell="all"),
-    "cell with a module": with_recipe(cell=["all", {"__reduce__": ["os.system", "true"]}]),
-    "likelihood outside of the registry": with_recipe(arguments={"likelihood": "os.system"}),
-    "backend by its name": with_recipe(arguments={"likelihood": "classification", "backend": "os.system"}),
-    "call by its name": with_recipe(arguments={"likelihood": "classification", "forward_fn": "os.system"}),
-    "unknown arguments": with_recipe(arguments={"likelihood": "classification", "__class__": "os.system"}),
-    "another network": with_recipe(arguments={"likelihood": "classification", "model": None}),
-    "unknown options": with_recipe(arguments={"likelihood": "classification", "structure_kwargs": {"__init__": 1}}),
-    "objects that are none": with_recipe(objects=3),
-    "huge nesting": lambda _: "[" * 200_000 + "]" * 200_000,
-    "huge nesting of tuples": lambda _: '{"$tuple":[' * 20_000 + "]}" * 20_000,
-    "unknown tags": with_recipe(arguments={"$import": "os"}),
-    "tensor that is not there": with_recipe(arguments={"likelihood": {"$tensor": "/etc/passwd"}}),
-    "order that is none": with_recipe(arguments={"likelihood": {"$tensor": "state.mean", "order": [5, "x"]}}),
-    "no recipe": lambda _: [],
-    "many components": with_recipe(components=[[]] * 1000),
-    "no JSON": lambda _: "import os",
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_no_code_of_a_file_runs(case: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid.fitted("all", "full").save(path)
-    forged(path, HOSTILE[case])
-
-    def never(*args: Any, **options: Any) -> None:
-        raise AssertionError("a file led to code")
-
-    for place in ("os.system", "pickle.Unpickler", "pickle.loads", "torch.load", "importlib.import_module"):
-        monkeypatch.setattr(place, never)
-    with pytest.raises(StateError):
-        laplace.load(path, grid.network())
-
-
-def test_a_file_is_loaded_without_pickles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    la = grid.fitted("all", "kron")
-    model = grid.network()
-
-    def never(*args: Any, **options: Any) -> None:
-        raise AssertionError("a pickle")
-
-    for place in ("pickle.dumps", "pickle.loads", "pickle.Unpickler", "pickle.Pickler", "torch.save", "torch.load"):
-        monkeypatch.setattr(place, never)
-    la.save(path)
-    assert_same(la, laplace.load(path, model))
-
-
 # Values in files.
-
-SHARED = torch.arange(24.0).reshape(4, 6)
-VALUES: dict[str, Any] = {
-    "plain": {"a": [1, -0.0, 1e-320, True, None, "ü\n\udc80", 2**70], "b": (), "": {}, "$": 1},
-    "numbers": [math.inf, -math.inf, complex(1, -0.0), complex(math.inf, 2), 0.1 + 0.2],
-    "keys": {1: "one", None: 2, 4.5: 3, "x": {(1, 2): [()]}},
-    "nested": {"a": [{"b": ({"c": [torch.ones(2)]},)}], "a.0.b": torch.zeros(1), "a.0": [torch.zeros(2)]},
-    "shared": [SHARED, SHARED, SHARED[1:3], SHARED.T, SHARED[:, ::2], SHARED.reshape(2, 2, 6).permute(2, 0, 1)],
-    "expanded": [torch.ones(1).expand(5), torch.ones(3, 1).expand(3, 4).T, torch.empty(0, 3).T, torch.tensor(2.0)],
-    "complex": [torch.complex(SHARED, -SHARED), torch.complex(SHARED, SHARED).to(torch.complex128).T.conj()],
-    "dtypes": [torch.ones(3).to(d) for d in (torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.uint8)],
-}
-
-
-def assert_equal(value: Any, other: Any) -> None:
-    assert type(value) is type(other)
-    if isinstance(value, Tensor):
-        assert value.dtype == other.dtype and torch.equal(value, other)
-    elif isinstance(value, dict):
-        assert list(value) == list(other) and [*map(type, value)] == [*map(type, other)]
-        for mine, theirs in zip(value.values(), other.values(), strict=True):
-            assert_equal(mine, theirs)
-    elif isinstance(value, list | tuple):
-        assert len(value) == len(other)
-        for mine, theirs in zip(value, other, strict=True):
-            assert_equal(mine, theirs)
-    else:
-        assert repr(value) == repr(other)
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_values_come_back_exactly(name: str, path: Path) -> None:
-    nested.write(path, VALUES[name])
-    assert_equal(VALUES[name], nested.read(path))
-
-
-def test_the_order_in_memory_comes_back(path: Path) -> None:
-    """Sums of products depend on it, to the bit."""
-    tensors = [SHARED.T, SHARED.reshape(2, 2, 6).permute(2, 0, 1)]
-    nested.write(path, tensors)
-    assert [tensor.stride() for tensor in nested.read(path)] == [tensor.stride() for tensor in tensors]
-
-
-@pytest.mark.parametrize("value", [object(), {1, 2}, torch.float32, {"a": [nn.Linear(1, 1)]}, lambda: None])
-def test_other_values_are_refused(value: Any, path: Path) -> None:
-    with pytest.raises(InvalidType, match="without a pickle"):
-        nested.write(path, value)
-    assert not path.exists()
 
 
 def test_the_metadata_says_what_the_file_is(path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.core.nested import named_tensors
-from laplace.core.orthogonal_basis import ThinBasis
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.engines.kron_parts import ThinFactor
 from laplace.errors import InvalidData
@@ -395,25 +394,3 @@ def test_rows_are_copied() -> None:
             return 2
 
     assert torch.equal(fitted(Reusing()).log_marginal_likelihood(), whole.log_marginal_likelihood())  # pyright: ignore
-
-
-@pytest.mark.parametrize("kind", ["any", "unit vectors", "zero rows"])
-@pytest.mark.parametrize(("n", "r"), [(10, 3), (50, 1), (60, 29)])
-def test_the_basis_is_orthogonal_and_ends_with_the_vectors(n: int, r: int, kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(n, r, dtype=torch.float64, generator=generator)
-    if kind == "unit vectors":
-        rows = torch.eye(n, dtype=torch.float64)[:, -r:]
-    if kind == "zero rows":
-        rows[-r:] = 0
-    vectors = torch.linalg.qr(rows)[0]
-    basis = ThinBasis.of(vectors)
-    matrix = basis.matrix()[0]
-    assert_close(matrix.T @ matrix, torch.eye(n, dtype=torch.float64), "algebra")
-    assert_close(matrix[:, -r:].abs(), vectors.abs(), "algebra")
-    x = torch.randn(2, 1, n, dtype=torch.float64, generator=generator)
-    assert_close(basis.rotate(x), x @ matrix, "algebra")
-    assert_close(basis.rotate(basis.rotate(x), back=True), x, "algebra")
-    assert_close(basis.squares()[0, :, -r:], vectors.square(), "algebra")
-    assert_close(basis.squares()[0].sum(0), torch.ones(n, dtype=torch.float64), "algebra")
-    assert_close(basis.squares()[0].sum(1), torch.ones(n, dtype=torch.float64), "algebra")

@@ -85,3 +85,43 @@ def test_tests_are_where_their_code_is() -> None:
     assert not [name for name in folders if name not in ACROSS and not (package / name / "__init__.py").exists()]
     loose = [path.name.removeprefix("test_") for path in tests.glob("test_*.py")]
     assert not [name for name in loose if not (package / name).exists()]
+
+
+OTHERWISE = {
+    "core/extensions.py": "house/test_extensions.py",
+    "curvature/curvlinops.py": "conformance/test_backends.py",
+    "curvature/packages.py": "conformance/test_backends.py",
+    "curvature/rules.py": "engines/test_functions.py",
+    "engines/engine.py": "conformance/test_curvature.py",
+    "engines/layer_inputs.py": "posterior/test_tilt.py",
+    "engines/native/engine.py": "conformance/test_layers.py",
+    "engines/native/forward.py": "conformance/test_layers.py",
+    "engines/native/kinds.py": "conformance/test_hessian.py",
+    "engines/native/rules.py": "conformance/test_layers.py",
+    "engines/profile.py": "fitting/test_planning.py",
+    "engines/sinks.py": "conformance/test_curvature.py",
+    "enums.py": "house/test_types.py",
+    "fitting/checks.py": "fitting/test_data_as_users_have_it.py",
+    "gp/heads.py": "tuning/test_held_out.py",
+    "gp/reading.py": "gp/test_subset.py",
+    "integrations/encoder.py": "integrations/test_decision.py",
+    "integrations/probly.py": "clients/wrappers.py",
+    "jacobian/index.py": "jacobian/test_blocks.py",
+    "network/input_errors.py": "fitting/test_data_as_users_have_it.py",
+    "parametric.py": "conformance/test_evidence.py",
+    "predictive/latent.py": "conformance/test_predictions.py",
+    "predictive/predict.py": "conformance/test_predictions.py",
+    "structures/cost.py": "fitting/test_planning.py",
+}
+"""Modules without tests under their name: tables of names, and what the tests of a whole, named here, go through."""
+
+
+def test_a_module_has_its_tests_under_its_name() -> None:
+    """In the folder of its package; an equation or a decision of its own belongs into no list of others."""
+    tests, without = ROOT / "tests", []
+    for path in FILES:
+        room, name = path.relative_to(ROOT / "laplace").parts[:-1][:1], f"test_{path.stem.lstrip('_')}.py"
+        if path.stem != "__init__" and not tests.joinpath(*room, name).exists():
+            without.append(name_of(path))
+    assert without == sorted(OTHERWISE)
+    assert not [name for name in OTHERWISE.values() if not (tests / name).exists()]

@@ -13,7 +13,6 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.network.model_guard import apart
-from laplace.network.tree import modules_of
 from laplace.network.watch import ModelState, attributes_of
 
 
@@ -96,13 +95,6 @@ def test_attributes_are_those_of_then() -> None:
 def test_a_copy_of_a_state_is_that_of_another_network(copied: Callable[[ModelState], ModelState]) -> None:
     state = ModelState.of(network())
     assert copied(state).settings is None
-
-
-def test_modules_are_those_of_pytorch_in_its_order() -> None:
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.ModuleDict({"a": shared, "b": nn.Tanh()}), shared)
-    model[0].register_module("none", None)
-    assert modules_of(model) == list(model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

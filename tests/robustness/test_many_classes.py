@@ -13,7 +13,7 @@ from laplace import Laplace
 from laplace.curvature import NativeEF
 from laplace.likelihoods.output_hessian import OutputHessian
 from tests.reference.compare import assert_close
-from tests.weights.test_subnetwork_cost import Largest
+from tests.weights.test_base import Largest
 
 HIDDEN = 3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from laplace.core.cached import cached_property
 from laplace.network.model_guard import unwrap
 from tests import grid
 
@@ -105,22 +103,3 @@ def test_gradients_in_threads() -> None:
 
     for mine, theirs in zip(together(work), map(gradient, range(N_CALLS)), strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-class _Meeting:
-    """A property that two owners compute at once, or never."""
-
-    met = threading.Barrier(2)
-
-    @cached_property
-    def value(self) -> object:
-        self.met.wait(timeout=20)
-        return object()
-
-
-def test_cached_properties_are_computed_at_once() -> None:
-    """Of one owner, too, which keeps one value."""
-    for owners in ([_Meeting(), _Meeting()], [_Meeting()] * 2):
-        found = together(lambda i, owners=owners: owners[i].value, 2)
-        assert found == [owner.value for owner in owners]
-    assert isinstance(_Meeting.value, cached_property)
