@@ -27,7 +27,6 @@ from laplace import Laplace
 from laplace.errors import InvalidArgument, TuningWarning
 from laplace.integrations.decision import decision
 from laplace.integrations.sklearn import DecisionHead, LaplaceClassifier, LaplaceRegressor
-from tests.pairs import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # clean data, tuned by evidence
 
@@ -36,7 +35,8 @@ FLOWERS, SPECIES = load_iris(return_X_y=True)
 PATIENTS, PROGRESS = load_diabetes(return_X_y=True)
 
 
-@pytest.mark.parametrize("kind", [LaplaceClassifier, *nightly(LaplaceRegressor)])
+@pytest.mark.nightly  # those of a decision head, below, take a third of the time
+@pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.filterwarnings("ignore")  # of what the checks do on purpose
 def test_all_checks_of_scikit_learn_pass(kind: type) -> None:
     results = check_estimator(kind(max_epochs=20), on_fail=None, on_skip=None)

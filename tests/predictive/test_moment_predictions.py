@@ -182,7 +182,7 @@ def test_other_posteriors_over_functions(likelihood: str, approximation: str) ->
     assert (variance > 0).all()
 
 
-@pytest.mark.parametrize("likelihood", ["poisson", "mean_log_variance", *nightly("heteroscedastic")])
+@pytest.mark.parametrize("likelihood", ["poisson", *nightly("mean_log_variance", "heteroscedastic")])
 def test_refinement_raises_the_joint_density(likelihood: str) -> None:
     la, x = fitted(likelihood)
     batches = [(x, grid.data(likelihood)[1].double())]

@@ -184,6 +184,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize(("structure", "largest_noise"), [("diag", 0.3), *nightly(("full", 0.23), ("kron", 0.23))])
+@pytest.mark.nightly
 def test_it_recovers_the_noise_and_prunes_useless_inputs(structure: str, largest_noise: float) -> None:
     """The noise is 0.2; the coarser the curvature, the more of the signal is called noise."""
     generator = torch.Generator().manual_seed(2)
@@ -202,6 +203,7 @@ def test_it_recovers_the_noise_and_prunes_useless_inputs(structure: str, largest
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # of both, and rightly
 @pytest.mark.parametrize("structure", ["diag", *nightly("kron")])
+@pytest.mark.nightly
 def test_it_beats_a_fixed_prior_on_digits(structure: str) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = map(torch.as_tensor, datasets.load_digits(return_X_y=True))

@@ -301,6 +301,7 @@ def test_a_mask_of_a_trained_network() -> None:
     assert la(batches()[0][0]).shape == (5, 3)
 
 
+@pytest.mark.nightly
 def test_it_learns_the_noise_of_a_last_layer() -> None:
     """As well as all weights do, on data whose noise is 0.2."""
     generator = torch.Generator().manual_seed(2)
