@@ -121,6 +121,7 @@ def check_edits(make: Callable[[], Any], fit: Callable[[Any], object], likelihoo
 
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.LaplaceWarning")
+@pytest.mark.turns
 @pytest.mark.parametrize(("weights", "structure", "likelihood"), CELLS)
 def test_edited_states(weights: str, structure: str, likelihood: str) -> None:
     """The former posterior is as it was where they are refused."""
