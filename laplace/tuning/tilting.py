@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.checks import as_count
+from laplace.core.checks import as_count, named
 from laplace.core.gaussian import Gaussian
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import Factor
 from laplace.engines.layer_inputs import first_dense, in_rows, layer_inputs, read_layers
+from laplace.errors import InvalidData
+from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt, applies_to
 from laplace.tuning.candidates import Summaries
-from laplace.tuning.losses import Validation, find_score
+from laplace.tuning.losses import find_score
 
 WIDTHS = (100.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
 """Values of c that are tried, the widest first; 0 is the network, and beyond r_far the posterior."""
@@ -82,18 +85,41 @@ def _of_fit(posterior: Posterior, layers: Mapping[str, int]) -> dict[str, Factor
 def _summed(posterior: Posterior, names: list[str], train_loader: Iterable[Any]) -> dict[str, Factor]:
     """Moments by one forward pass over the training data."""
     sums: dict[str, Tensor] = {}
-    for _, x, _ in Validation(train_loader).batches(replace(posterior, data=None), label="inputs of layers"):
-        for name, inputs in layer_inputs(posterior.problem, x, names)[1].items():
-            rows = widened(inputs.flatten(0, 1))  # [R, G, I]
+    for inputs, _ in _inputs_of_fit(posterior, names, train_loader):
+        for name, each in inputs.items():
+            rows = widened(each.flatten(0, 1))  # [R, G, I]
             sums[name] = sums.get(name, 0) + rows.permute(1, 2, 0) @ rows.permute(1, 0, 2)
+    for name, total in sums.items():
+        if not bool(total.isfinite().all()):
+            raise InvalidData(
+                f"train_loader: the inputs of layer {name!r} are NaN or infinite; give the data of the fit."
+            )
     return dict(sums)
+
+
+def _inputs_of_fit(
+    posterior: Posterior, names: Sequence[str], train_loader: Iterable[Any]
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Inputs of layers at every batch of the training data, and the number of rows of the outputs."""
+    batches.require_loader(train_loader, "train_loader")
+    is_empty, key, device = True, posterior.choices.dict_key_y, posterior.problem.device
+    for name, x, _ in next_token.read(
+        train_loader, key, device, posterior.likelihood, posterior.model,
+        name="train_loader: batch {}", label="inputs of layers",
+    ):  # fmt: skip
+        with named(name):
+            rows, inputs = layer_inputs(posterior.problem, x, names)
+        is_empty = False
+        yield inputs, len(rows.values)
+    if is_empty:
+        raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
 
 
 _FEW = 2
 """Data for every input of a layer below which leverages without the datum itself are not those of new data."""
 
 
-def left_out(posterior: Posterior, leverages: tuple[Leverage, ...], batches: list[Any]) -> Tensor:
+def left_out(posterior: Posterior, leverages: tuple[Leverage, ...], data: list[Any]) -> Tensor:
     """Leverages of the inputs of a fit, each against all others, `[N, L]`, float64.
 
     With ℓ = aᵀ (A + ρI)⁻¹ a the one without a's own row is aᵀ (A + ρI − a aᵀ)⁻¹ a = ℓ / (1 − ℓ) (Sherman and Morrison,
@@ -102,9 +128,7 @@ def left_out(posterior: Posterior, leverages: tuple[Leverage, ...], batches: lis
     others, as no new datum is.
     """
     parts: list[Tensor] = []
-    for _, x, _ in Validation(batches).batches(replace(posterior, data=None), label="inputs of layers"):
-        rows, inputs = layer_inputs(posterior.problem, x, tuple(each.layer for each in leverages))
-        n_rows = len(rows.values)
+    for inputs, n_rows in _inputs_of_fit(posterior, [each.layer for each in leverages], data):
         single = {name: each for name, each in inputs.items() if each.shape[:2] == (n_rows, 1)}
         parts.append(in_layers(leverages, single, n_rows))
     values = widened(torch.cat(parts))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace, MixtureLaplace
-from laplace.errors import CalibrationWarning, InvalidData
+from laplace.errors import CalibrationWarning, InvalidData, InvalidInputs, InvalidType
 from laplace.tuning import calibrate as search
 from laplace.tuning import tilting
 from tests.reference import tilt as reference
@@ -75,6 +75,26 @@ def true_distances(la: Any, weights: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def new_inputs() -> Tensor:
     return torch.cat([data(N_NEW, 5)[0], 6 * data(3, 6)[0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [(5, InvalidType, "train_loader"), ([], InvalidData, "train_loader gave no data"),
+     ("nan", InvalidData, "train_loader: the inputs of layer '0' are NaN"),
+     ("narrow", InvalidInputs, "train_loader: batch 0")],
+)  # fmt: skip
+def test_training_data_that_have_no_moments(given: Any, error: type[Exception], words: str) -> None:
+    la, (x, y) = fitted("last_layer", "kron"), data(N_TRAIN, 0)
+    made = {"nan": [(x.where(x < 1, torch.nan), y)], "narrow": [(x[:, :2], y)]}
+    given = made[given] if isinstance(given, str) else given
+    with pytest.raises(error, match=words):
+        la.calibrate([data(N_VAL, 1)], train_loader=given)
+    assert la.calibration is None
+
+
+def test_constant_inputs_of_the_first_layer_leave_the_last_one() -> None:
+    la, (x, y) = fitted("last_layer", "kron"), data(N_TRAIN, 0)
+    assert la.calibrate([data(N_VAL, 1)], train_loader=[(0 * x, y)]).tilt.layers == ("2",)
 
 
 def test_the_noise_of_a_regression_follows_the_last_layer_alone() -> None:
