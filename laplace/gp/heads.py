@@ -28,6 +28,9 @@ INTERCEPT = 0.1
 FLAT = 1e-6
 """The same of real numbers, in units of the noise: left out is a datum then whatever the mean of all was subtracted."""
 
+POWER = 0.5
+"""Of the covariance of features, in the prior covariance of weights; 0 for the same in all directions."""
+
 DECAYS = tuple(0.03 * (100 / 0.03) ** (k / 7) for k in range(8))
 """Weight decays λ that are tried, on standardised features."""
 
@@ -49,41 +52,56 @@ _ROUNDS, _STEPS, _PRODUCTS, _SEARCHED = 3, 4, 4, 6
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Standardised features in an orthonormal basis of what those of the data span.
+    """Standardised features in an orthonormal basis of what those of the data span, and how far the prior lets each go.
+
+    With the covariance C of the standardised features the prior covariance of weights is that of isotropic weights on
+    features (C + I)^(power/2) z, up to a factor that keeps their total variance. Directions in which the data vary are
+    allowed more: of frozen encoders they hold most of what labels depend on.
 
     Attributes:
         mean, scale: Of every feature, `[D]`.
         vectors: The basis, `[D, R]`.
+        gains: Factors of the coordinates, `[R]`.
+        rest: Factor of what lies outside of the span, 0-dim.
     """
 
     mean: Tensor
     scale: Tensor
     vectors: Tensor
+    gains: Tensor
+    rest: Tensor
 
     @classmethod
-    def of(cls, features: Tensor, counts: Tensor) -> Basis:
+    def of(cls, features: Tensor, counts: Tensor, power: float = POWER) -> Basis:
         """The basis of data `[N, D]` that count `[N]` times; constant features have the scale 1."""
         x, share = widened(features), (counts / counts.sum()).unsqueeze(1)
         mean = (share * x).sum(0)
         scale = (share * (x - mean).square()).sum(0).sqrt()
         floor = len(x) * torch.finfo(x.dtype).eps * x.abs().amax(0)
         scale = torch.where(scale > floor, scale, 1.0)
-        centred = (x - mean) / scale
-        gram = centred @ centred.T if len(x) <= x.shape[1] else centred.T @ centred
+        rows = share.sqrt() * (x - mean) / scale
+        gram = rows @ rows.T if len(x) <= x.shape[1] else rows.T @ rows
         values, vectors = torch.linalg.eigh(gram)
         kept = values > len(values) * torch.finfo(x.dtype).eps * values.amax().clamp(min=1e-300)
         values, vectors = values[kept], vectors[:, kept]
-        basis = centred.T @ (vectors / values.sqrt()) if len(x) <= x.shape[1] else vectors
+        basis = rows.T @ (vectors / values.sqrt()) if len(x) <= x.shape[1] else vectors
         if len(x) <= x.shape[1] and basis.numel():
             basis = torch.linalg.qr(basis).Q  # small eigenvalues leave columns that are not quite orthogonal
-        return cls(mean, scale, basis)
+        gains = (values + 1) ** (power / 2)
+        rest = (values.sum() / (gains.square() @ values).clamp(min=1e-300)).sqrt()
+        return cls(mean, scale, basis, rest * gains, rest)
 
     def coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates with a 1 at the end, `[B, R + 1]`, and the squared distance from the span, `[B]`."""
         z = (widened(features) - self.mean) / self.scale
         inside = z @ self.vectors
-        outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0)
-        return torch.cat([inside, inside.new_ones(len(inside), 1)], 1), outside
+        outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0) * self.rest.square()
+        return torch.cat([inside * self.gains, inside.new_ones(len(inside), 1)], 1), outside
+
+    def weighed(self, features: Tensor) -> Tensor:
+        """Features on which the prior of weights is isotropic, `[B, D]`."""
+        z = (features.to(self.mean) - self.mean) / self.scale
+        return self.rest * z + (z @ self.vectors * (self.gains - self.rest)) @ self.vectors.T
 
     def prior(self, decay: float, intercept: float = INTERCEPT) -> Tensor:
         """Prior precisions of coordinates and intercept, `[R + 1]`."""
@@ -91,7 +109,7 @@ class Basis:
         return self.mean.new_tensor([decay] * n + [intercept])
 
     def weights(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of the standardised features, `[K, D]`, and intercepts `[K]`, of coordinates `[R + 1, K]`."""
+        """Weights of the features `weighed`, `[K, D]`, and intercepts `[K]`, of coordinates `[R + 1, K]`."""
         return (self.vectors @ at[:-1]).T, at[-1]
 
 

@@ -32,21 +32,25 @@ _MOST_ROWS = 5000
 
 
 class Standardised(nn.Module):
-    """A linear head on standardised features, `[B, D]` → `[B, K]`."""
+    """A linear head on features that are standardised and weighed as the prior has them, `[B, D]` → `[B, K]`."""
 
     mean: Tensor
     scale: Tensor
+    vectors: Tensor
+    gains: Tensor
+    rest: Tensor
 
     def __init__(self, basis: Basis, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mean", basis.mean.clone())
-        self.register_buffer("scale", basis.scale.clone())
+        for name, tensor in vars(basis).items():
+            self.register_buffer(name, tensor.clone())
         self.linear = nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype, device=weight.device)
         self.linear.load_state_dict({"weight": weight, "bias": bias})
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits, or numbers."""
-        return self.linear((features.to(self.mean) - self.mean) / self.scale)
+        basis = Basis(self.mean, self.scale, self.vectors, self.gains, self.rest)
+        return self.linear(basis.weighed(features))
 
 
 @dataclass(frozen=True, eq=False)

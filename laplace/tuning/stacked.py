@@ -53,8 +53,16 @@ class Stacked:
 
     @classmethod
     def of_numbers(cls, mean: Tensor, variance: Tensor, noise: Tensor, y: Tensor) -> Stacked:
-        """Weights by left-out targets `[N, 1]`, at moments `[N, 1]` of their means and the noise σ²."""
-        candidates = cls.equal(mean, OF_NUMBERS)
+        """Weights by left-out targets `[N, 1]`, at moments `[N, 1]` of their means and the noise σ².
+
+        For every c the total variance is scaled first to the mean square of the left-out residuals: one scale of the
+        covariance is then as wide as another on the mean, and none is right by its noise alone.
+        """
+        equal = cls.equal(mean, OF_NUMBERS)
+        ratio = ((y - mean).square() / (noise + equal.scales.view(-1, 1, 1) * variance)).mean((1, 2))
+        candidates = cls(
+            equal.temperatures * ratio.sqrt(), equal.scales * equal.temperatures.square() * ratio, equal.weights
+        )
         total = candidates.variances(variance, noise)
         densities = -0.5 * ((y - mean).square() / total + total.log() + math.log(2 * math.pi)).sum(2)
         return cls(candidates.temperatures, candidates.scales, stacking_weights(densities.T))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace.gp.heads import FLAT, INTERCEPT, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, POWER, softmax_heads
 from laplace.integrations import fitted_head
 from laplace.integrations.fitted_head import FittedHead
 from laplace.tuning.stacked import SCALES, TEMPERATURES
@@ -125,7 +125,10 @@ def test_numbers_are_left_out_exactly() -> None:
     x, _ = data(n=20, n_features=30)
     y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
     found = FittedHead.of_numbers(x, y)
-    z = torch.cat([(x - x.mean(0)) / x.std(0, correction=0), torch.ones(20, 1, dtype=WIDE)], 1)
+    z = (x - x.mean(0)) / x.std(0, correction=0)
+    z = torch.cat(
+        [z @ reference.weighing(z, torch.full((20,), 1 / 20, dtype=WIDE), POWER), torch.ones(20, 1, dtype=WIDE)], 1
+    )
     prior = torch.tensor([*[found.head.decay] * 30, FLAT], dtype=WIDE).diag()
     target = (y - y.mean()) / y.std(correction=0)
     for i in (0, 7):

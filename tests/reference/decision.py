@@ -16,10 +16,11 @@ class Dense(NamedTuple):
     precision: Tensor  # [P, P]
     mean: Tensor  # of the features, [D]
     scale: Tensor
+    weighed: Tensor  # [D, D], of standardised features those on which the prior is isotropic
 
     def jacobian(self, x: Tensor) -> Tensor:
         """[B, K, P] of logits less their mean."""
-        z = torch.cat([(x - self.mean) / self.scale, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+        z = torch.cat([(x - self.mean) / self.scale @ self.weighed, torch.ones(len(x), 1, dtype=x.dtype)], 1)
         n_classes = len(self.theta) // z.shape[1]
         plain = torch.einsum("kl,bd->bkld", torch.eye(n_classes, dtype=x.dtype), z).flatten(2)
         return plain - plain.mean(1, keepdim=True)
@@ -30,14 +31,26 @@ class Dense(NamedTuple):
         return jacobian @ self.theta, jacobian @ torch.linalg.solve(self.precision, jacobian.mT)
 
 
-def softmax_head(x: Tensor, y: Tensor, n_classes: int, decay: float, intercept: float, counts: Tensor) -> Dense:
+def weighing(z: Tensor, share: Tensor, power: float) -> Tensor:
+    """(C + I)^(power/2) of standardised features with shares, scaled so that their total variance stays."""
+    covariance = z.T @ (share.unsqueeze(1) * z)
+    values, vectors = torch.linalg.eigh(covariance + torch.eye(len(covariance), dtype=z.dtype))
+    root = vectors @ (values ** (power / 2)).diag() @ vectors.T
+    return root * (covariance.trace() / (root @ covariance @ root).trace()).sqrt()
+
+
+def softmax_head(
+    x: Tensor, y: Tensor, n_classes: int, decay: float, intercept: float, counts: Tensor, power: float = 0.5
+) -> Dense:
     """Newton's method on all K (D + 1) weights."""
     share = counts / counts.sum()
     mean = share @ x
     scale = (share @ (x - mean).square()).sqrt()
     n_features = x.shape[1]
     prior = torch.tensor([*[decay] * n_features, intercept], dtype=x.dtype).repeat(n_classes)
-    dense = Dense(torch.zeros_like(prior), prior.diag(), mean, scale)
+    z = (x - mean) / scale
+    weighed = weighing(z, share, power)
+    dense = Dense(torch.zeros_like(prior), prior.diag(), mean, scale, weighed)
     jacobian, targets = dense.jacobian(x), torch.nn.functional.one_hot(y, n_classes).to(x)
     theta, precision = torch.zeros_like(prior), prior.diag()
     for _ in range(50):
@@ -46,7 +59,7 @@ def softmax_head(x: Tensor, y: Tensor, n_classes: int, decay: float, intercept: 
         gradient = torch.einsum("nkp,nk->p", jacobian, counts.unsqueeze(1) * (p - targets)) + prior * theta
         precision = torch.einsum("nkp,nkl,nlq->pq", jacobian, hessian, jacobian) + prior.diag()
         theta = theta - torch.linalg.solve(precision, gradient)
-    return Dense(theta, precision, mean, scale)
+    return Dense(theta, precision, mean, scale, weighed)
 
 
 def without_each(dense: Dense, x: Tensor, y: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
