@@ -210,7 +210,7 @@ class Encoder:
 
     def _signature(self) -> tuple[Any, ...]:
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else 0
-        tensors = tuple((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors_now())
+        tensors = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors_now()]
         return id(self.model), id(self.tokenizer), size, tensors, self.pool, self.max_length
 
 
@@ -274,7 +274,7 @@ def is_causal(model: Any) -> bool:
 @contextmanager
 def evaluated(model: Any) -> Iterator[None]:
     """A model in evaluation mode; every module gets its own mode back."""
-    if not any(module.training for module in model.modules()):
+    if not any(module.training for module in modules_of(model)):
         yield
         return
     with flags_put_back(model):

@@ -69,12 +69,16 @@ class Stacked:
 
     def log_probabilities(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Of every candidate, `[S, B, K]`."""
-        squares, scales = self.temperatures.square().view(-1, 1, 1), self.scales.view(-1, 1, 1)
-        return (mean / (squares + math.pi / 8 * scales * variance).sqrt()).log_softmax(2)
+        return self._logits(mean, variance).log_softmax(2)
 
     def probabilities(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Σ_k w_k p_k, `[B, K]`."""
-        return torch.einsum("s,sbk->bk", self.weights, self.log_probabilities(mean, variance).exp())
+        each = self._logits(mean, variance).softmax(2)
+        return (self.weights @ each.flatten(1)).view(each.shape[1:])
+
+    def _logits(self, mean: Tensor, variance: Tensor) -> Tensor:
+        squares, scales = self.temperatures.square().view(-1, 1, 1), self.scales.view(-1, 1, 1)
+        return mean / (squares + math.pi / 8 * scales * variance).sqrt()
 
     def variances(self, variance: Tensor, noise: Tensor) -> Tensor:
         """(T σ)² + c v of every candidate, `[S, B, 1]`."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace.gp.heads import FLAT, INTERCEPT, POWER, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, POWER, Basis, softmax_heads
 from laplace.integrations import fitted_head
 from laplace.integrations.fitted_head import FittedHead
-from laplace.tuning.stacked import SCALES, TEMPERATURES
+from laplace.tuning.stacked import OF_NUMBERS, SCALES, TEMPERATURES
 from tests.reference import decision as reference
 
 WIDE = torch.float64
@@ -159,3 +159,25 @@ def test_a_state_predicts_the_same_bits() -> None:
         again = FittedHead.from_state(found.state())
         assert_close(again.call(new_inputs()), found.call(new_inputs()), rtol=0, atol=0)
         assert again.class_weight == found.class_weight
+
+
+def test_every_scale_of_a_rating_is_as_wide_as_its_left_out_residuals() -> None:
+    x, _ = data(n=20, n_features=30)
+    y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
+    found = FittedHead.of_numbers(x, y)
+    noise = found.head.noise
+    total = found.stacked.variances(found.left_out_variance, noise)
+    targets = ((y - found.shift) / found.unit).unsqueeze(1)
+    ratios = ((targets - found.left_out_mean).square() / total).mean((1, 2)).view(len(OF_NUMBERS), -1)
+    assert_close(ratios * torch.tensor(OF_NUMBERS, dtype=WIDE).square().unsqueeze(1), torch.ones_like(ratios))
+
+
+def test_directions_in_which_features_vary_are_allowed_more() -> None:
+    """The prior variances of weights are those of the covariance, to the power, and of 1 off the span."""
+    x, _ = data(n=24, n_features=40)
+    basis = Basis.of(x, torch.ones(24, dtype=WIDE))
+    z = (x - x.mean(0)) / x.std(0, correction=0)
+    dense = reference.weighing(z, torch.full((24,), 1 / 24, dtype=WIDE), POWER)
+    assert_close(basis.weighed(x), z @ dense, rtol=1e-9, atol=1e-9)
+    plain = Basis.of(x, torch.ones(24, dtype=WIDE), power=0.0)
+    assert_close(plain.weighed(x), z, rtol=1e-9, atol=1e-9)
