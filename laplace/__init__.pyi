@@ -32,6 +32,7 @@ from laplace.extensions.ood import ood_score, ood_scorer
 from laplace.extensions.projected import projected
 from laplace.extensions.removal import forget_with_mean
 from laplace.extensions.report import report
+from laplace.extensions.rewards import pessimistic
 from laplace.extensions.snapshots import snapshots
 from laplace.grid import (
     ELLA,
@@ -152,6 +153,7 @@ __all__ = [
     "mimo_outputs",
     "ood_score",
     "ood_scorer",
+    "pessimistic",
     "projected",
     "quadratic_penalty",
     "report",

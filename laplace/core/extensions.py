@@ -15,6 +15,7 @@ EXTENSIONS = {
     "laplace.extensions.projected": "projected",
     "laplace.extensions.removal": "forget_with_mean",
     "laplace.extensions.report": "report",
+    "laplace.extensions.rewards": "pessimistic",
     "laplace.extensions.snapshots": "snapshots",
 }
 """Module → names that are imported from it when they are first read, separated by spaces."""
