@@ -70,7 +70,7 @@ _CELL = "padding: 0.1em 0.8em; text-align: right"
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One score of both distributions.
 
     Attributes:
@@ -104,7 +104,7 @@ class Comparison:
         calibration: What a calibration has made of the posterior, in a sentence; empty without one.
     """
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, ComparisonRow]
     n_data: int
     n_labels: int
     names: tuple[str, str] = ("network", "posterior")
@@ -310,12 +310,14 @@ def _observed(scores: dict[str, Tensor], datum: Tensor) -> tuple[Tensor, Tensor,
     return scores["confidence"][seen], scores["agreement"][seen], datum.unsqueeze(1).expand_as(seen)[seen]
 
 
-def _without_numbers(row: Row, network: bool, posterior: bool) -> Row:
+def _without_numbers(row: ComparisonRow, network: bool, posterior: bool) -> ComparisonRow:
     """A row without the numbers of one side or both."""
-    return Row(math.nan if network else row.network, math.nan if posterior else row.posterior, math.nan, math.nan)
+    return ComparisonRow(
+        math.nan if network else row.network, math.nan if posterior else row.posterior, math.nan, math.nan
+    )
 
 
-def _of_floors(network: dict[str, Tensor], posterior: dict[str, Tensor], datum: Tensor, seed: int) -> Row:
+def _of_floors(network: dict[str, Tensor], posterior: dict[str, Tensor], datum: Tensor, seed: int) -> ComparisonRow:
     """Calibration errors of calibrated predictions with these confidences `[B, L]`, from the same random numbers."""
 
     def floor(scores: dict[str, Tensor]) -> float:
@@ -326,10 +328,10 @@ def _of_floors(network: dict[str, Tensor], posterior: dict[str, Tensor], datum: 
         return float(clustered_floor(confidence, agreement, of, N_BINS))
 
     first, second = floor(network), floor(posterior)
-    return Row(first, second, second - first, math.nan)
+    return ComparisonRow(first, second, second - first, math.nan)
 
 
-def _of_means(network: Tensor, posterior: Tensor, datum: Tensor) -> Row:
+def _of_means(network: Tensor, posterior: Tensor, datum: Tensor) -> ComparisonRow:
     """Means of scores of rows, `[B]`, with the standard error of their difference.
 
     Of sums D_n and numbers of rows m_n of N data the difference is d = Σ D_n / Σ m_n, a ratio, whose standard error is
@@ -339,7 +341,7 @@ def _of_means(network: Tensor, posterior: Tensor, datum: Tensor) -> Row:
     mean = difference.mean()
     rest = torch.zeros(n_data, dtype=difference.dtype).index_add_(0, datum, difference - mean)
     error = math.nan if n_data == 1 else float((n_data / (n_data - 1) * rest.square().sum()).sqrt() / len(difference))
-    return Row(float(network.mean()), float(posterior.mean()), float(mean), error)
+    return ComparisonRow(float(network.mean()), float(posterior.mean()), float(mean), error)
 
 
 def _statistics(scores: dict[str, Tensor]) -> Statistics:
@@ -353,7 +355,7 @@ def _statistics(scores: dict[str, Tensor]) -> Statistics:
     if "agreement" not in scores:
         return lambda counts: {}
     n_labels, seen = scores["agreement"].shape[1], ~scores["agreement"].isnan().flatten()
-    ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].nan_to_num(0.0).flatten())
+    ranking = Ranking.by_confidence(scores["confidence"].flatten(), scores["agreement"].nan_to_num(0.0).flatten())
 
     def of_ranking(counts: Tensor) -> dict[str, Tensor]:
         each = counts if n_labels == 1 else counts.repeat_interleave(n_labels, 1)
@@ -412,7 +414,7 @@ def _of_statistics(
     by_datum: tuple[Statistics, Statistics] | None,
     datum: Tensor,
     generator: torch.Generator,
-) -> dict[str, Row]:
+) -> dict[str, ComparisonRow]:
     """Statistics of the data, and the spread of their differences over resampled data.
 
     `by_datum` are the same of data, `[R, N]`, in place of rows: of many rows of few data.
@@ -424,11 +426,11 @@ def _of_statistics(
         network, posterior = by_datum
         counts = resampled(torch.arange(int(datum.max()) + 1), generator) if first else ()
     samples = [(network(times), posterior(times)) for times in counts]
-    rows: dict[str, Row] = {}
+    rows: dict[str, ComparisonRow] = {}
     for name in first:
         values = float(first[name]), float(second[name])
         spread = torch.cat([after[name] - before[name] for before, after in samples]).std()
-        rows[name] = Row(*values, values[1] - values[0], float(spread) if int(datum.max()) > 0 else math.nan)
+        rows[name] = ComparisonRow(*values, values[1] - values[0], float(spread) if int(datum.max()) > 0 else math.nan)
     return rows
 
 

@@ -68,7 +68,7 @@ class Evidence:
             UnsupportedError: The noises differ or need a gradient, but the fit kept no term per output.
         """
         given = (self.fit, self.likelihood, self.kind, self.sigma_noise, self.temperature)
-        return self.kept.of("weights", given, self._weights)
+        return self.kept.computed("weights", given, self._weights)
 
     def _weights(self) -> Tensor:
         sigma, terms = self.sigma_noise, self.fit.curvature.n_terms
@@ -96,7 +96,7 @@ class Evidence:
         if not prior.is_constant_per_tensor:
             return prior.squares(self.mean)
         given = (self.mean, prior.mean, prior.precision.shape)
-        return self.kept.of("squares", given, lambda: prior.squares(self.mean))
+        return self.kept.computed("squares", given, lambda: prior.squares(self.mean))
 
     @property
     def effective_prior(self) -> GaussianPrior:
@@ -109,7 +109,7 @@ class Evidence:
         """Log p(D | θ*), 0-dim."""
         fit = self.fit
         given = (fit, fit.loss_terms, self.likelihood, self.sigma_noise, self.temperature)
-        return self.kept.of(
+        return self.kept.computed(
             "log likelihood",
             given,
             lambda: self.likelihood.log_likelihood(

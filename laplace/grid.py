@@ -45,7 +45,7 @@ from laplace.weights import WEIGHTS, Weights
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
 
-__all__ = ["ROWS", "Laplace", "Row", "class_of", "classes", "families", "from_names"]
+__all__ = ["ROWS", "Laplace", "ClassRecipe", "class_of", "classes", "families", "from_names"]
 
 P = ParamSpec("P")
 _MAKING = RLock()
@@ -209,7 +209,7 @@ _OVER_WEIGHTS, _OVER_FUNCTIONS = "laplace.parametric:", "laplace.function_space.
 
 
 @dataclass(frozen=True)
-class Row:
+class ClassRecipe:
     """What the classes of a structure, or of a family of posteriors over functions, have beside their parts."""
 
     name: str  # their names; in the place of {} stands "", "LL" or "Subnet"
@@ -218,48 +218,48 @@ class Row:
     attributes: str = _OVER_WEIGHTS + "ParametricLaplace"  # base with the attributes that they have by it
 
 
-ROWS: dict[str, Row] = {
-    "full": Row(
+ROWS: dict[str, ClassRecipe] = {
+    "full": ClassRecipe(
         "Full{}Laplace", "full curvature",
         "Of fewer rows of data than weights it is factored between the rows, which files do not hold.",
         f"{_OVER_WEIGHTS}NamedPosterior",
     ),
-    "kron": Row(
+    "kron": ClassRecipe(
         "Kron{}Laplace", "Kronecker-factored curvature (K-FAC): B ⊗ A for every layer",
         attributes=f"{_OVER_WEIGHTS}KronAttributes",
     ),
-    "diag": Row("Diag{}Laplace", "diagonal curvature"),
-    "block": Row(
+    "diag": ClassRecipe("Diag{}Laplace", "diagonal curvature"),
+    "block": ClassRecipe(
         "Block{}Laplace", "an exact dense block for every layer",
         '`structure_kwargs={"max_block": …}` limits its width.',
     ),
-    "lowrank": Row(
+    "lowrank": ClassRecipe(
         "LowRank{}Laplace", "the dominant eigenpairs of the full curvature",
         'Their number is `structure_kwargs={"rank": k}`; `backend_kwargs={"low_rank": k}` is an older form of it.',
         f"{_OVER_WEIGHTS}LowRankAttributes",
     ),
-    "ekfac": Row(
+    "ekfac": ClassRecipe(
         "Ekfac{}Laplace", "the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)"
     ),
-    "lowrank_kron": Row(
+    "lowrank_kron": ClassRecipe(
         "LowRankKron{}Laplace",
         "the k dominant eigenvectors of the Kronecker factors plus the exact diagonal of the curvature",
         'k is `structure_kwargs={"rank": k}`. With `"corrected": True` the eigenvectors are chosen by the exact\n'
         "diagonal of the curvature in their basis (Lee et al., 2020).",
     ),
-    "matrix_free": Row(
+    "matrix_free": ClassRecipe(
         "MatrixFree{}Laplace", "the full curvature by matrix–vector products, without forming the matrix",
         'Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.',
         "laplace.extensions.matrix_free:MatrixFreePosterior",
     ),
-    "sod": Row(
+    "sod": ClassRecipe(
         "Functional{}Laplace", "as a Gaussian process on a subset of the data", None,
         f"{_OVER_FUNCTIONS}SubsetPosterior",
     ),
-    "nystrom": Row(
+    "nystrom": ClassRecipe(
         "{}ELLA", "by the Nyström approximation of its kernel", None, f"{_OVER_FUNCTIONS}NystromPosterior",
     ),
-    "variational": Row(
+    "variational": ClassRecipe(
         "{}VaLLA", "by a sparse variational posterior with M inducing points", None,
         "laplace.extensions.valla:VariationalPosterior",
     ),
@@ -350,7 +350,7 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
         bases = (imported(row.attributes),)
     else:
         over_functions = cell.structure == _GP
-        bases = (imported(_OVER_FUNCTIONS + "BaseFunctionalLaplace" if over_functions else Row.attributes),)
+        bases = (imported(_OVER_FUNCTIONS + "BaseFunctionalLaplace" if over_functions else ClassRecipe.attributes),)
     doc = f"Posterior of {structure.__name__}, over {weights_type.__name__}."
     if row is not None and cell.weights in _WORDS:
         doc = f"{_WORDS[cell.weights]}, {row.what}."

@@ -40,13 +40,13 @@ from laplace.structures.base import Curvature
 from laplace.weights import Weights
 
 @dataclass(frozen=True)
-class Row:
+class ClassRecipe:
     name: str
     what: str
     more: str | None = ...
     attributes: str = ...
 
-ROWS: dict[str, Row]
+ROWS: dict[str, ClassRecipe]
 
 def class_of(cell: Cell) -> type[ParametricLaplace]: ...
 def classes() -> list[type[ParametricLaplace]]: ...
@@ -60,6 +60,7 @@ __all__ = [
     "BlockLLLaplace",
     "BlockLaplace",
     "BlockSubnetLaplace",
+    "ClassRecipe",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",
@@ -90,7 +91,6 @@ __all__ = [
     "MatrixFreeSubnetLaplace",
     "ParametricLaplace",
     "ROWS",
-    "Row",
     "SubnetLaplace",
     "VaLLA",
     "class_of",

@@ -59,7 +59,7 @@ def load(
     if isinstance(path, nn.Module):
         raise InvalidType(f"path is a {type(path).__name__}; the file comes first: laplace.load(path, model).")
     saved = nested.read(path)
-    with _told(path):
+    with _naming_file(path):
         recipe, state = saved["recipe"], saved["state"]
         parts = recipe["components"] if "components" in recipe else [recipe]
         needed = {str(name): str(kind) for part in parts for name, kind in part["objects"].items()}
@@ -72,7 +72,7 @@ def load(
             f"laplace.load() was given {', '.join(unknown)}; of this posterior it accepts "
             f"{', '.join(sorted(needed)) or 'none'} beside device, for the file holds all other arguments."
         )
-    with _told(path):
+    with _naming_file(path):
         made = [
             _made(part, network, {name: own[place] for name, own in _spread(objects, len(parts)).items()})
             for place, (part, network) in enumerate(zip(parts, _networks(model, recipe, len(parts)), strict=True))
@@ -83,7 +83,7 @@ def load(
 
 
 @contextmanager
-def _told(path: str | os.PathLike[str]) -> Iterator[None]:
+def _naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns whatever goes wrong with what a file holds into an error that names the file."""
     try:
         yield
@@ -124,7 +124,7 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
                 f"{name}={own[name]!r} was given, a {described(own[name])}; it was saved with a "
                 f"{recipe['objects'][name]}."
             )
-    cls = class_of(Cell.of(tuple(recipe["cell"])))
+    cls = class_of(Cell.from_key(tuple(recipe["cell"])))
     if described(cls) != recipe["cls_name"]:
         raise InvalidArgument(
             f"its class {recipe['cls_name']!r} is not registered; for {recipe['cell']} Laplace(...) has "

@@ -265,7 +265,7 @@ def coverage_at_risk(probs: Tensor, y: Tensor, risk: float = 0.05, ignore_index:
 def _ranking(probs: Tensor, y: Tensor, ignore_index: int) -> Ranking:
     probs, y = _counted(probs, y, ignore_index)
     confidence, predicted = probs.max(1)
-    return Ranking.of(confidence, scores.class_agreement(predicted, y))
+    return Ranking.by_confidence(confidence, scores.class_agreement(predicted, y))
 
 
 def ece_floor(

@@ -237,7 +237,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     def set_posterior(self, posterior: Posterior) -> None:
         """Replaces the posterior of this object, e.g. by one of `snapshot()`."""
         self._posterior = posterior.without_object()
-        posterior.weights.announce()
+        posterior.weights.set_extractor_head()
 
     @contextmanager
     def holding(self, posterior: Posterior) -> Iterator[Any]:
@@ -440,7 +440,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         with self.holding(self._posterior), own_precision():
             self._assign(**given)
             value, there = self._log_evidence(), self._posterior
-        self._posterior = there.at(there.hypers.detached(*given))
+        self._posterior = there.at_hyperparameters(there.hypers.detached(*given))
         return value
 
     def _log_evidence(self) -> Tensor:
@@ -641,7 +641,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         other = {name: value for name, value in given.items() if value is not None}
         if not other:
             return with_users_values(self, self._posterior).evidence
-        with self.holding(self._posterior.at(replace(self._posterior.hypers, **other))):
+        with self.holding(self._posterior.at_hyperparameters(replace(self._posterior.hypers, **other))):
             return self.evidence()
 
     def posterior(self) -> Precision:
@@ -1043,7 +1043,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @property
     def _recipe(self) -> dict[str, Any]:
-        return Recipe.of(self).plain()
+        return Recipe.from_object(self).plain()
 
     @property
     def _holding_inputs(self) -> list[str]:

@@ -15,7 +15,7 @@ from laplace.core import overrides
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.extensions import NAMES as EXTENSIONS
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.positions import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
@@ -424,7 +424,7 @@ class PosteriorPredicting(Predicting):
 
     def _latent(
         self, x: Inputs, form: str, choice: OutputChoice | None = None, group_size: int | None = None
-    ) -> Gaussian:
+    ) -> GaussianOutputs:
         """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
         predictor = self._predictor
         source = predictor.linearised(x, choice, group_size)

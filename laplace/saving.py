@@ -54,7 +54,7 @@ class Recipe:
         return {"cell": list(self.cell)} | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cell"}
 
     @classmethod
-    def of(cls, la: BaseLaplace) -> Recipe:
+    def from_object(cls, la: BaseLaplace) -> Recipe:
         """The recipe of a posterior."""
         kind, choices = type(la), la.snapshot().choices
         key = vars(kind).get("_key")
@@ -71,7 +71,7 @@ class Recipe:
             known["structure_kwargs"] = {name: known[name] for name in sorted(options)}
         arguments = {name: known[name] for name in names if name in known and _is_plain(known[name])}
         objects = {name: described(known[name]) if name in known else "" for name in names if name not in arguments}
-        return cls(Cell.of(key), kind.__name__, arguments, objects, outline(la.weights.model))
+        return cls(Cell.from_key(key), kind.__name__, arguments, objects, outline(la.weights.model))
 
 
 class Saved(ABC):

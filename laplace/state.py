@@ -233,7 +233,7 @@ def _of_state(posterior: Posterior, state: State, curvature: Curvature) -> Poste
     gaps = None if state.gaps is None else state.gaps.to(like.device)
     fit = Fit(curvature, loss, state.n_data, state.n_outputs, coverage, draws, state.is_weighed, gaps)
     data = Fitted(
-        fit, state.mean.to(like), ModelWatch(Fingerprint.of(posterior.model, attributes=state.attributes)),
+        fit, state.mean.to(like), ModelWatch(Fingerprint.from_model(posterior.model, attributes=state.attributes)),
         refinement=None if state.refinement is None else _refinement(posterior, state.refinement, fit),
         assigned_mean=None if mean is None else checked_tensor("assigned_mean", mean, posterior, (n_params,)),
     )  # fmt: skip

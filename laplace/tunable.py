@@ -196,7 +196,7 @@ class Tunable(ABC):
             if val_loader is not None:
                 val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
                 data = Validation(val_loader, progress_bar=progress_bar, refuse_training_data=True)
-                pieces = [search.Piece(group, data)]
+                pieces = [search.Fold(group, data)]
                 chosen = search.calibrate(group, pieces, grid, "validation data", train_loader=train_loader)
                 chosen = replace(chosen, _content=data.seen[-1])
             elif train_loader is None:
@@ -305,7 +305,7 @@ class Tunable(ABC):
                 if val_loader is None:
                     raise InvalidArgument(f"method={str(method)!r} needs val_loader=, the validation data.")
                 values = _powers(log_prior_prec_base, log_prior_prec_min, log_prior_prec_max, grid_size, like)
-                data = Validation(val_loader, None, 1.0, progress_bar, Processes.of(group))
+                data = Validation(val_loader, None, 1.0, progress_bar, Processes.from_argument(group))
                 predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
                 objective = ValidationLoss(posteriors, loss, data, predictive)
                 written = prior_in_structure(1.0, structure, layout, values)
@@ -418,7 +418,7 @@ class Tunable(ABC):
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
-                data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
+                data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.from_argument(group))
                 predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
                 if method == "grid":
                     loss, start = ValidationLoss(posteriors, objective, data, predictive), coordinates.start

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Comparison, Laplace, comparison
-from laplace.comparison import N_RESAMPLES, Row, resampled
+from laplace.comparison import N_RESAMPLES, ComparisonRow, resampled
 from laplace.core.random_numbers import drawn_seed
 from laplace.errors import (
     DataWarning,
@@ -111,7 +111,7 @@ def test_probabilities_that_cannot_be_compared() -> None:
 
 
 def table(difference: float, error: float, n_data: int = 300) -> Comparison:
-    return Comparison({"nll": Row(0.5, 0.5 + difference, difference, error)}, n_data, n_data)
+    return Comparison({"nll": ComparisonRow(0.5, 0.5 + difference, difference, error)}, n_data, n_data)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,10 @@ def test_verdicts(comparison: Comparison, verdict: str) -> None:
 
 
 def test_a_table_is_text_html_and_data() -> None:
-    row = Row(0.1221, 0.1943, 0.0722, 0.0106)
-    rows = OrderedDict(nll=row, ece_floor=Row(0.01, 0.02, 0.01, math.nan), aurc=Row(0.0, 12345.0, 5e-5, 0.0))
+    row = ComparisonRow(0.1221, 0.1943, 0.0722, 0.0106)
+    rows = OrderedDict(
+        nll=row, ece_floor=ComparisonRow(0.01, 0.02, 0.01, math.nan), aurc=ComparisonRow(0.0, 12345.0, 5e-5, 0.0)
+    )
     comparison = Comparison(rows, 20, 5120, ("a <b>", "posterior"))
     assert repr(comparison).splitlines() == [
         "                  a <b>  posterior  difference",

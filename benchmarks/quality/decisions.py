@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.scores import losses
 from laplace import acquire, metrics
-from laplace.gp.heads import OF_NUMBERS, Basis, Labelled, decays_of, ridge_heads, softmax_heads
+from laplace.gp.heads import OF_NUMBERS, FeatureBasis, Labelled, decays_of, ridge_heads, softmax_heads
 from laplace.integrations.decision import Decision, decision
 
 RESULTS = Path(__file__).with_name("decisions.json")
@@ -96,7 +96,7 @@ def _heads(
     features: Tensor, labels: Tensor, n_classes: int, decays: list[float]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     counts = torch.ones(len(labels), dtype=torch.float64)
-    basis = Basis.of(features, counts, power=0.0)
+    basis = FeatureBasis.from_features(features, counts, power=0.0)
     targets = nn.functional.one_hot(labels, n_classes).double()
     for head in softmax_heads(Labelled(basis.coordinates(features)[0], targets, counts), basis, decays):
         yield lambda x, at=head.at: basis.coordinates(x)[0] @ at
@@ -188,7 +188,7 @@ def _ridge(x: Tensor, y: Tensor, seed: int) -> tuple[Callable[[Tensor], Tensor],
 
     def heads(rows: Tensor) -> list[Callable[[Tensor], Tensor]]:
         counts = torch.ones(len(rows), dtype=torch.float64)
-        basis, target = Basis.of(x[rows], counts, power=0.0), ((y[rows] - shift) / unit).unsqueeze(1)
+        basis, target = FeatureBasis.from_features(x[rows], counts, power=0.0), ((y[rows] - shift) / unit).unsqueeze(1)
         labelled = Labelled(basis.coordinates(x[rows])[0], target, counts)
         found = ridge_heads(labelled, target, torch.arange(len(rows)), basis)
         return [lambda new, at=head.at: basis.coordinates(new)[0] @ at * unit + shift for head in found]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from laplace.compat.kron import eigh
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.enums import LinkApprox, PredType, PriorStructure
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType, StateError
 from laplace.metrics import AccumulatingMetric, accepted_by
@@ -65,7 +65,7 @@ def block_diag(blocks: Sequence[Tensor]) -> Tensor:
 
 def normal_samples(mean: Tensor, var: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
     """Draws `[S, B, C]` from Gaussians with means `[B, C]` and variances `[B, C]` or covariances `[B, C, C]`."""
-    return Gaussian(mean, var).sample(n_samples, generator)
+    return GaussianOutputs(mean, var).sample(n_samples, generator)
 
 
 # Metrics, priors and modules.
@@ -283,8 +283,8 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, n_samples: int, generator: t
     Means are `[B, C]` with covariances `[B, C, C]`, `[B, C]` or joint `[B·C, B·C]`, or `[D]` with `[D, D]`.
     """
     if mean.ndim == 1:
-        return Gaussian(mean.unsqueeze(0), covariance.unsqueeze(0)).sample(n_samples, generator).squeeze(1)
-    return Gaussian(mean, covariance).sample(n_samples, generator)
+        return GaussianOutputs(mean.unsqueeze(0), covariance.unsqueeze(0)).sample(n_samples, generator).squeeze(1)
+    return GaussianOutputs(mean, covariance).sample(n_samples, generator)
 
 
 def same_configuration(first: object, second: object) -> bool:

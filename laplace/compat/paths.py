@@ -14,10 +14,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from laplace.core.lazy import at, attached
+from laplace.core.lazy import attached, lazy_names
 from laplace.errors import InstallationWarning, warn
 
-_ENUMS = at(
+_ENUMS = lazy_names(
     "laplace.enums",
     "SubsetOfWeights FunctionalApproximation HessianStructure Likelihood PredType LinkApprox TuningMethod "
     "PriorStructure",
@@ -26,43 +26,47 @@ _MATRIX = {
     "Kron": "laplace.compat.kron:Kron",
     "KronDecomposed": "laplace.compat.kron:KronDecomposed",
 }
-_METRICS = at("laplace.metrics", "RunningNLLMetric")
-_EXTRACTOR = at("laplace.weights.last_layer", "FeatureExtractor")
-_SWAG = at("laplace.weights.masks", "fit_diagonal_swag_var")
-_MASKS = at(
+_METRICS = lazy_names("laplace.metrics", "RunningNLLMetric")
+_EXTRACTOR = lazy_names("laplace.weights.last_layer", "FeatureExtractor")
+_SWAG = lazy_names("laplace.weights.masks", "fit_diagonal_swag_var")
+_MASKS = lazy_names(
     "laplace.weights.masks",
     "SubnetMask ParamNameSubnetMask ModuleNameSubnetMask LastLayerSubnetMask RandomSubnetMask "
     "LargestMagnitudeSubnetMask LargestVarianceDiagLaplaceSubnetMask LargestVarianceSWAGSubnetMask RegexSubnetMask "
     "ModuleTypeSubnetMask CallableSubnetMask",
 )
 _HELPERS = {
-    **at(
+    **lazy_names(
         "laplace.compat.helpers",
         "get_nll validate parameters_per_layer expand_prior_precision fix_prior_prec_structure SoDSampler "
         "_is_batchnorm invsqrt_precision kron diagonal_add_scalar symeig block_diag normal_samples",
     ),
     "_is_valid_scalar": "laplace.compat.kron:is_scalar",
 }
-_FUNCTIONAL = at(
+_FUNCTIONAL = lazy_names(
     "laplace.compat.helpers",
     "batch_size classification_targets concatenate_rows draw_gaussian preserve_model_gradients regression_targets "
     "same_configuration select_rows split_batch subset_loader to_device training_indices",
 )
 
 TABLE: dict[str, Mapping[str, str]] = {
-    "laplace.laplace": at("laplace.grid", "Laplace"),
+    "laplace.laplace": lazy_names("laplace.grid", "Laplace"),
     "laplace.baselaplace": {
-        **at("laplace.grid", "BaseLaplace BaseFunctionalLaplace ParametricLaplace"),
-        **at("laplace.grid", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
-        **at("laplace.function_space", "FunctionalLaplace ELLA VaLLA"),
+        **lazy_names("laplace.grid", "BaseLaplace BaseFunctionalLaplace ParametricLaplace"),
+        **lazy_names("laplace.grid", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
+        **lazy_names("laplace.function_space", "FunctionalLaplace ELLA VaLLA"),
     },
     "laplace.lllaplace": {
-        **at("laplace.grid", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
-        **at("laplace.function_space", "FunctionalLLLaplace"),
+        **lazy_names("laplace.grid", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
+        **lazy_names("laplace.function_space", "FunctionalLLLaplace"),
     },
-    "laplace.subnetlaplace": at("laplace.grid", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"),
-    "laplace.marglik_training": at("laplace.training.online", "marglik_training"),
-    "laplace.curvature.curvature": at("laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"),
+    "laplace.subnetlaplace": lazy_names(
+        "laplace.grid", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"
+    ),
+    "laplace.marglik_training": lazy_names("laplace.training.online", "marglik_training"),
+    "laplace.curvature.curvature": lazy_names(
+        "laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"
+    ),
     # The module asdfghjkl became asdl, which the package of the old name installs: the names mean its backends.
     "laplace.curvature.asdfghjkl": {
         f"Asdfghjkl{kind}": f"laplace.curvature.asdl:Asdl{kind}" for kind in ("Interface", "GGN", "EF", "Hessian")
@@ -79,43 +83,45 @@ TABLE: dict[str, Mapping[str, str]] = {
     },
     "laplace.utils.enums": _ENUMS,
     "laplace.utils.matrix": _MATRIX,
-    "laplace.utils.feature_extractor": {**at("laplace.enums", "FeatureReduction"), **_EXTRACTOR},
+    "laplace.utils.feature_extractor": {**lazy_names("laplace.enums", "FeatureReduction"), **_EXTRACTOR},
     "laplace.utils.metrics": _METRICS,
-    "laplace.utils.subnetmask": {**_MASKS, **at("laplace.weights.masks", "ScoreBasedSubnetMask")},
+    "laplace.utils.subnetmask": {**_MASKS, **lazy_names("laplace.weights.masks", "ScoreBasedSubnetMask")},
     "laplace.utils.swag": _SWAG,
     "laplace.utils.utils": _HELPERS,
     "laplace.utils.functional_utils": _FUNCTIONAL,
     # Where this library had its documented names before.
-    "laplace.curvature.blocks": at("laplace.jacobian.blocks", "Block DenseBlock"),
+    "laplace.curvature.blocks": lazy_names("laplace.jacobian.blocks", "Block DenseBlock"),
     "laplace.curvature.native": {},
     "laplace.curvature.native.layers": {},
     "laplace.curvature.native.layers.base": {
-        **at("laplace.curvature.rules", "LayerRule evenly files"),
+        **lazy_names("laplace.curvature.rules", "LayerRule evenly files"),
     },
     "laplace.engines.native.layers": {},
-    "laplace.engines.native.layers.base": at("laplace.curvature.rules", "evenly"),
-    "laplace.engines.native.ggn": at("laplace.engines.native.kinds", "GGNEngine"),
-    "laplace.weights.masks_scored": at("laplace.weights.masks", "ScoreBasedSubnetMask"),
-    "laplace.factory": at("laplace.grid", "Laplace from_names"),
-    "laplace.likelihoods.decomposition": at("laplace.likelihoods.targets", "Decomposition"),
-    "laplace.posterior.base": at("laplace.grid", "BaseLaplace"),
-    "laplace.posterior.parametric": at("laplace.grid", "ParametricLaplace"),
-    "laplace.predictive.links": at("laplace.likelihoods.links", "LINKS"),
+    "laplace.engines.native.layers.base": lazy_names("laplace.curvature.rules", "evenly"),
+    "laplace.engines.native.ggn": lazy_names("laplace.engines.native.kinds", "GGNEngine"),
+    "laplace.weights.masks_scored": lazy_names("laplace.weights.masks", "ScoreBasedSubnetMask"),
+    "laplace.factory": lazy_names("laplace.grid", "Laplace from_names"),
+    "laplace.likelihoods.decomposition": lazy_names("laplace.likelihoods.targets", "Decomposition"),
+    "laplace.posterior.base": lazy_names("laplace.grid", "BaseLaplace"),
+    "laplace.posterior.parametric": lazy_names("laplace.grid", "ParametricLaplace"),
+    "laplace.predictive.links": lazy_names("laplace.likelihoods.links", "LINKS"),
 }
 
 ALSO: dict[str, Mapping[str, str]] = {
-    "laplace.utils.functional_utils": at(
+    "laplace.utils.functional_utils": lazy_names(
         "laplace.compat.helpers", "_individual_reward_inputs _model_fingerprint _check_model_fingerprint"
     ),
     "laplace.laplace": {
-        **at("laplace.compat.helpers", "_all_subclasses"),
-        **at("laplace.grid", "BaseLaplace"),
+        **lazy_names("laplace.compat.helpers", "_all_subclasses"),
+        **lazy_names("laplace.grid", "BaseLaplace"),
     },
     "laplace.baselaplace": {
-        **at("laplace.enums", "Likelihood LinkApprox PredType PriorStructure TuningMethod"),
+        **lazy_names("laplace.enums", "Likelihood LinkApprox PredType PriorStructure TuningMethod"),
         **_MATRIX,
         **_METRICS,
-        **at("laplace.compat.helpers", "SoDSampler validate fix_prior_prec_structure invsqrt_precision normal_samples"),
+        **lazy_names(
+            "laplace.compat.helpers", "SoDSampler validate fix_prior_prec_structure invsqrt_precision normal_samples"
+        ),
     },
 }
 

@@ -154,7 +154,7 @@ class KronByHand(ByHand):
             copies = [[_product(*pair).clone() for pair in zip(*block, strict=True)] for block in pairs]
         else:
             copies = [[factor.clone() for factor in block] for block in H.kfacs]
-        return nested.state_of(KronParts.of(copies, n_data or 1, ASSIGNED))
+        return nested.state_of(KronParts.from_factors(copies, n_data or 1, ASSIGNED))
 
 
 class AnyByHand(ByHand):

@@ -34,7 +34,7 @@ LABELS = "labels"
 
 def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
     """Splits a batch of a loader into inputs and targets."""
-    batch = without_names(unweighed(batch))
+    batch = without_names(without_weights(batch))
     if isinstance(batch, Mapping):
         if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             raise MissingKey(
@@ -114,16 +114,16 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
+class WeightedBatch:
     """A batch of weighted data."""
 
     batch: Any  # what the loader gave, without the weights
     weigh: Callable[[], Tensor]  # gives the weights, `[B]` or of the shape of the targets, checked
 
 
-def unweighed(batch: Any) -> Any:
+def without_weights(batch: Any) -> Any:
     """A batch as the loader gave it."""
-    return batch.batch if isinstance(batch, Weighed) else batch
+    return batch.batch if isinstance(batch, WeightedBatch) else batch
 
 
 def without_key(x: Mapping[Any, Any], key: str | None) -> Mapping[Any, Any]:
@@ -558,7 +558,7 @@ class DataWeights:
     key: str | None  # key of the weights, or None
 
     @classmethod
-    def of(cls, weight_fn: Any, dict_key_weight: Any) -> DataWeights | None:
+    def from_arguments(cls, weight_fn: Any, dict_key_weight: Any) -> DataWeights | None:
         """The weights that the arguments of `fit` ask for; None if all weights are 1."""
         if weight_fn is None and dict_key_weight is None:
             return None
@@ -579,13 +579,13 @@ class DataWeights:
 
     def loader(self, loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
         """A loader whose batches know their weights."""
-        return _WeighedLoader(self, loader, dict_key_y)
+        return _WeightedLoader(self, loader, dict_key_y)
 
-    def weighed(self, batch: Any, dict_key_y: str) -> Weighed:
+    def weighted(self, batch: Any, dict_key_y: str) -> WeightedBatch:
         """A batch that knows its weights, which are computed when they are asked for; those of a key are taken out."""
         mapped = self.key is not None and keys(batch) is not None
         rest = without_key(batch, self.key) if mapped else batch
-        return Weighed(rest, lambda: self._checked(batch, dict_key_y))
+        return WeightedBatch(rest, lambda: self._checked(batch, dict_key_y))
 
     def _checked(self, batch: Any, dict_key_y: str) -> Tensor:
         """Weights of a batch, `[B]` or of the shape of its targets, float64."""
@@ -619,7 +619,7 @@ class DataWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class _WeighedLoader:
+class _WeightedLoader:
     """The batches of a loader with their weights."""
 
     weights: DataWeights  # of the data
@@ -629,5 +629,5 @@ class _WeighedLoader:
     def __len__(self) -> int:
         return len(self.batches)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)
 
-    def __iter__(self) -> Iterator[Weighed]:
-        return (self.weights.weighed(batch, self.dict_key_y) for batch in self.batches)
+    def __iter__(self) -> Iterator[WeightedBatch]:
+        return (self.weights.weighted(batch, self.dict_key_y) for batch in self.batches)

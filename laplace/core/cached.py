@@ -50,7 +50,7 @@ class Kept:
     def __init__(self) -> None:
         self._last: dict[str, tuple[list[Any], tuple[Any, ...], Tensor]] = {}
 
-    def of(self, name: str, given: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    def computed(self, name: str, given: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """What `make` computes of what is `given`, anew where that is not the very same as before."""
         tensors = [value for value in given if isinstance(value, Tensor)]
         if any(tensor.requires_grad for tensor in tensors):

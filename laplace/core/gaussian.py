@@ -111,7 +111,7 @@ class _Solution(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian:
+class GaussianOutputs:
     """N(mean, covariance) over the C outputs of B inputs.
 
     The shape of the covariance says its kind: `[B, C, C]` one block per row, rows independent; `[B, C]`
@@ -177,7 +177,7 @@ class Gaussian:
         """The covariance in the dtype of the mean, as users see it."""
         return self.covariance.to(self.mean.dtype)
 
-    def plus_noise(self, sigma: Tensor) -> Gaussian:
+    def plus_noise(self, sigma: Tensor) -> GaussianOutputs:
         """The Gaussian of noisy targets: σ², 0-dim or `[C]`, added to variances [Redux, appendix B, regression]."""
         noise = sigma.square().expand(self.mean.shape[1])
         if self.is_diagonal:
@@ -315,7 +315,7 @@ def _check_finite(covariance: Tensor) -> None:
 # As distributions of PyTorch, and mixtures of them.
 
 
-def normal_of(gaussian: Gaussian) -> Normal | MultivariateNormal:
+def normal_of(gaussian: GaussianOutputs) -> Normal | MultivariateNormal:
     """A Gaussian over rows as a distribution of PyTorch."""
     positions = gaussian.positions
     if gaussian.is_diagonal:

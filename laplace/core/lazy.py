@@ -12,7 +12,7 @@ Targets = Mapping[str, str]
 """Name → where its object lives, `"real.module:attribute"`."""
 
 
-def at(module: str, names: str | Iterable[str]) -> dict[str, str]:
+def lazy_names(module: str, names: str | Iterable[str]) -> dict[str, str]:
     """`{name: "module:name"}` for names that are given as one string or as an iterable."""
     listed = names.split() if isinstance(names, str) else names
     return {name: f"{module}:{name}" for name in listed}
@@ -41,7 +41,7 @@ def attach(package: str, names: Mapping[str, str] | None = None, own: str = "") 
         own: Names that the package itself defines.
     """
     table = names or {}
-    targets = {name: target for module, listed in table.items() for name, target in at(module, listed).items()}
+    targets = {name: target for module, listed in table.items() for name, target in lazy_names(module, listed).items()}
     read, listing = attached(package, targets, lambda name: _is_module(f"{package}.{name}"))
     return read, listing, sorted([*targets, *own.split()])
 

@@ -112,7 +112,7 @@ class ThinBasis(OrthogonalBasis):
         return len(self.shift)
 
     @classmethod
-    def of(cls, vectors: Tensor) -> ThinBasis:
+    def from_last_columns(cls, vectors: Tensor) -> ThinBasis:
         """The basis that ends with orthonormal columns `[n, r]`, up to their signs."""
         r = vectors.shape[1]
         triangle, reflections = torch.geqrf(vectors.flip(0, 1))  # from below: the last rows meet the last columns

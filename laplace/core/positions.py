@@ -30,7 +30,7 @@ class OutputRows:
     outputs: Tensor | None = None  # which of the network's outputs they are of, `[B·T, K]`; None for all
 
     @classmethod
-    def of(cls, f: Tensor, lead: int = 0) -> OutputRows:
+    def from_outputs(cls, f: Tensor, lead: int = 0) -> OutputRows:
         """Those of outputs `[*lead, B, *positions, C]`."""
         return cls(f.flatten(lead, -2), tuple(f.shape[lead + 1 : -1]))
 
@@ -142,7 +142,7 @@ def rows_of(values: Tensor, channel_dim: int, lead: int = 0) -> OutputRows:
         values = values.unsqueeze(-1)
     elif channel_dim != -1 and values.ndim > 2 + lead:
         values = values.movedim(channel_dim + lead if channel_dim > 0 else channel_dim, -1)
-    return OutputRows.of(values, lead)
+    return OutputRows.from_outputs(values, lead)
 
 
 def in_users_layout(values: Tensor, channel_dim: int, lead: int = 0) -> Tensor:
@@ -223,7 +223,7 @@ class OutputChoice:
     positions: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: Given, channel_dim: int = -1) -> OutputChoice | None:
+    def from_argument(cls, given: Given, channel_dim: int = -1) -> OutputChoice | None:
         """The choice that was asked for; None for all outputs."""
         if given is None:
             return None
@@ -240,7 +240,7 @@ class OutputChoice:
         """True if the outputs are the same for every row."""
         return self.indices is not None and self.indices.ndim == 1
 
-    def at(self, f: Tensor, positions: tuple[int, ...], start: int = 0) -> Tensor:
+    def chosen(self, f: Tensor, positions: tuple[int, ...], start: int = 0) -> Tensor:
         """Indices `[n, K]` of the outputs of consecutive rows.
 
         Args:
@@ -264,7 +264,7 @@ class OutputChoice:
     def picked(self, rows: OutputRows) -> OutputRows:
         """The chosen outputs of rows `[*lead, B·T, C]`; of several, as of samples, the largest of their mean."""
         values = rows.values
-        indices = self.at(values.flatten(0, -3).mean(0) if values.ndim > 2 else values, rows.positions)
+        indices = self.chosen(values.flatten(0, -3).mean(0) if values.ndim > 2 else values, rows.positions)
         self.require_all(len(indices))
         return OutputRows(values.gather(-1, indices.expand(*values.shape[:-1], -1)), rows.positions, indices)
 

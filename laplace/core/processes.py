@@ -30,7 +30,7 @@ class OutOfStep(ProcessError):
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Report:
     """What a process sends to the others."""
 
     value: bytes  # the result of its work, or what it takes a step with, pickled
@@ -48,7 +48,7 @@ class Processes:
     group: distributed.ProcessGroup
 
     @classmethod
-    def of(cls, group: Any) -> Processes | None:
+    def from_argument(cls, group: Any) -> Processes | None:
         """Those of a group that a user gives; None for this process alone."""
         if group is None:
             return None
@@ -96,13 +96,13 @@ class Processes:
         alone: list[str] = []
         token = _FAILED_ALONE.set(alone)
         try:
-            outcome = _Message(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
+            outcome = _Report(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
         except OutOfStep:
             raise  # the others know
         except Exception as error:
             if alone:
                 raise
-            own, outcome = error, _Message(b"", f"{type(error).__name__}: {error}")
+            own, outcome = error, _Report(b"", f"{type(error).__name__}: {error}")
         finally:
             _FAILED_ALONE.reset(token)
         outcomes = self.gather(outcome)
@@ -112,7 +112,7 @@ class Processes:
 
     def barrier(self, step: str, value: Any = None) -> list[Any]:
         """A value of every process, all of which are about to take the same step of work that needs all of them."""
-        return _values(self.gather(_Message(pickle.dumps(value), step=step)))
+        return _values(self.gather(_Report(pickle.dumps(value), step=step)))
 
     @contextmanager
     def collective_region(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class Processes:
             _mirror_entries(tensor)
 
 
-def _values(messages: Sequence[_Message]) -> list[Any]:
+def _values(messages: Sequence[_Report]) -> list[Any]:
     """Values of all processes, if all are well and take the same step."""
     failed = {rank: each.error for rank, each in enumerate(messages) if each.error is not None}
     if failed:

@@ -120,7 +120,7 @@ class Cell(NamedTuple):
     family: str = str(FunctionalApproximation.SOD)
 
     @classmethod
-    def of(cls, key: Any) -> Cell:
+    def from_key(cls, key: Any) -> Cell:
         """The cell that a class names as its `_key`."""
         if not isinstance(key, tuple) or len(key) not in (2, 3) or not all(isinstance(name, str) for name in key):
             raise InvalidArgument(
@@ -138,7 +138,7 @@ class KeyedClasses(Generic[T]):
 
     def add(self, key: Any, cls: type[T]) -> None:
         """Files a class under its `_key`."""
-        cell = Cell.of(key)
+        cell = Cell.from_key(key)
         living = [ref for ref in self._classes.get(cell, []) if ref() is not None]
         self._classes[cell] = [*living, weakref.ref(cls)]
 

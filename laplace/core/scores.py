@@ -150,7 +150,7 @@ class Ranking:
     last: Tensor  # place of the last row of every group of equal confidence, `[G]`
 
     @classmethod
-    def of(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
+    def by_confidence(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
         """Ranking of rows with these confidences and whether the predicted class is the label, `[N]` each."""
         ordered, order = widened(confidence).sort(descending=True, stable=True)
         return cls(order, ordered, 1 - widened(agreement)[order], _ends(ordered))
@@ -230,7 +230,7 @@ def calibrated_draws(
 ) -> tuple[Tensor, Tensor]:
     """Calibration errors and accuracies, `[R]` each, float64, of rows that are right with the probability they have."""
     source = torch.Generator().manual_seed(0) if generator is None else generator
-    ranking = Ranking.of(confidence, torch.ones_like(confidence))
+    ranking = Ranking.by_confidence(confidence, torch.ones_like(confidence))
     errors, accuracies = [], []
     for _ in range(n_draws):  # one at a time: the numbers do not depend on how many fit into memory
         right = widened(uniform(tuple(confidence.shape), confidence, source) < ranking.confidence)

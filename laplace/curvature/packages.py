@@ -305,7 +305,7 @@ class PackageEngine(CurvatureEngine):
         ignore(*_OF_PACKAGES)
         try:
             with (
-                watched.problem.apart(),
+                watched.problem.on_private_copy(),
                 without_cudnn(self.problem.module),
                 torch.inference_mode(False),
                 torch.enable_grad(),
@@ -323,7 +323,7 @@ class PackageEngine(CurvatureEngine):
         if self.needs_plan:
             return self.native.observe(x, y)
         x = detached(x)
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             capture = record(problem, x, loop=False)
         watched = ForwardPass(problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)

@@ -171,14 +171,14 @@ class UserBackendEngine(CurvatureEngine):
                     f"{type(self.backend).__name__}.kron returned factors of {n_entries(kfac)} entries for "
                     f"{slot.name!r}, of which {slot.size} are random."
                 )
-        return KronParts.of([[side.to(self.dtype) for side in kfac] for kfac in kfacs], n_data)
+        return KronParts.from_factors([[side.to(self.dtype) for side in kfac] for kfac in kfacs], n_data)
 
 
 def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:
     """A user's loss, with the number of samples and outputs from one forward pass."""
     problem = engine.problem
     dtype = torch.promote_types(problem.dtype, torch.float32)
-    with torch.no_grad(), problem.apart() as own:
+    with torch.no_grad(), problem.on_private_copy() as own:
         f = own.run(own.detached(), detached(x)).to(dtype)
     require_no_positions(f.shape[1:-1], name)
     y = engine.checked(f, y)

@@ -33,7 +33,7 @@ _MAX_KEPT_BYTES = 2**26
 """Largest number of bytes of features and outputs that are kept: beyond it nothing is."""
 
 
-class SeenBatch(NamedTuple):
+class HeadBatch(NamedTuple):
     """A batch of a head without positions."""
 
     features: Tensor  # φ, `[B, D]`, without a 1 for the bias
@@ -46,7 +46,7 @@ class HeadMemory:
     """Batches as a fit saw them, by reference."""
 
     def __init__(self) -> None:
-        self._batches: list[SeenBatch] = []
+        self._batches: list[HeadBatch] = []
         self._storages: set[int] = set()  # of which features may be a part: a loader's own inputs, say
         self._n_bytes = 0
 
@@ -62,9 +62,9 @@ class HeadMemory:
         if self._n_bytes > _MAX_KEPT_BYTES:
             self._batches.clear()
         else:
-            self._batches.append(SeenBatch(features, f, y, (features._version, y._version)))
+            self._batches.append(HeadBatch(features, f, y, (features._version, y._version)))
 
-    def batches(self) -> Sequence[SeenBatch]:
+    def batches(self) -> Sequence[HeadBatch]:
         """The kept batches; none if a tensor was written to since then."""
         same = all(batch.versions == (batch.features._version, batch.y._version) for batch in self._batches)
         return self._batches if same else ()
@@ -401,9 +401,9 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     """f(x, θ*), `[B, C]`, by one forward pass."""
     problem = engine.problem
     x = batches.to_device(x, problem.device)
-    with problem.apart() as own:
+    with problem.on_private_copy() as own:
         f = own.run(own.detached(), x if create_graph else detached(x))
-    rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
+    rows = OutputRows.from_outputs(f.to(torch.promote_types(f.dtype, torch.float32)))
     require(
         rows.values.isfinite(),
         lambda: InvalidData(

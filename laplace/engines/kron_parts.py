@@ -180,7 +180,7 @@ class KronParts:
         return KronParts({**self.factors, **{key: self.matrix(key) for key in self.thin}}, self.blocks)
 
     @classmethod
-    def of(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
+    def from_factors(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
         """Sums over the data from factors whose input sides are means.
 
         Factors of a tensor are `[left, right]`, or one of a bias or of an exact block; each is a matrix `[n, n]`, a

@@ -57,7 +57,7 @@ def layer_inputs(
     def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         calls.setdefault(name, []).extend(arg for arg in args[:1] if isinstance(arg, Tensor))
 
-    with problem.apart() as own, torch.set_grad_enabled(create_graph), ExitStack() as hooks:
+    with problem.on_private_copy() as own, torch.set_grad_enabled(create_graph), ExitStack() as hooks:
         modules = {name: own.module.get_submodule(name) for name in names}
         for name, module in modules.items():
             hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
@@ -65,7 +65,7 @@ def layer_inputs(
         if not len(f):
             raise InvalidData("the batch holds no data.")
         inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
-    outputs = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
+    outputs = OutputRows.from_outputs(f.to(torch.promote_types(f.dtype, torch.float32)))
     known = {name: [part for part in parts if part is not None] for name, parts in inputs.items()}
     return outputs, {
         name: torch.cat(parts, 1) for name, parts in known.items() if parts and len(parts) == len(calls[name])

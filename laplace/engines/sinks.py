@@ -45,7 +45,7 @@ Groups = tuple[tuple[int, ...], ...]
 """Indices of the random parameters whose entries share a dense block."""
 
 
-class Basis(Protocol):
+class EntryBasis(Protocol):
     """An orthogonal basis of the entries of one tensor, or of a subspace of them."""
 
     @property
@@ -58,7 +58,7 @@ class Basis(Protocol):
         ...
 
 
-Bases = Sequence[Basis]
+Bases = Sequence[EntryBasis]
 """An orthogonal basis per random parameter."""
 
 

@@ -26,6 +26,7 @@ from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
 from laplace.core.memory import ran_out
+from laplace.core.precision_policy import widened
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.errors import DataWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.extensions.asked import Asked, group_of, posterior_of
@@ -305,7 +306,7 @@ _ENOUGH = 12
 def warn_of_scale(predicted: Tensor, observed: Tensor) -> None:
     """Warns where observed forces are predicted ones times a factor that is far from 1: r² > 0.8, c < 2/3 or > 3/2."""
     seen = ~observed.isnan()
-    f, y = torch.where(seen, predicted, 0.0).double(), torch.where(seen, observed, 0.0).double()
+    f, y = widened(torch.where(seen, predicted, 0.0)), widened(torch.where(seen, observed, 0.0))
     n, ff, fy, yy = torch.stack([seen.sum(), (f * f).sum(), (f * y).sum(), (y * y).sum()]).tolist()
     if n < _ENOUGH or not ff * yy > 0 or fy * fy < _ALIKE * ff * yy or 2 / 3 < fy / ff < 3 / 2:
         return

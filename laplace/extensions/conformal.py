@@ -180,14 +180,14 @@ def _conformal(
         newton = covariance.solve(gradient)
         distance = math.sqrt(max(0.0, float(gradient @ newton)))
         start = refiner.start - newton if exact else refiner.start  # of a linear model one step finds the mode
-        known = _Known(posterior, refiner.data, covariance.precision, start, refiner.scale)
+        known = _LinearisedData(posterior, refiner.data, covariance.precision, start, refiner.scale)
         if method == "cv+":
-            bounds: _Jackknife | _Folds | _Full = _Folds.of(known, folds, generator)
+            bounds: _Jackknife | _Folds | _Full = _Folds.fitted(known, folds, generator)
         elif method == "full":
             bounds = _Full(known, known.residuals())
         else:
             blocks = [widened(block) for block in covariance.of_outputs(diagonal=False)]
-            bounds = _Jackknife.of(known, torch.cat(blocks))
+            bounds = _Jackknife.fitted(known, torch.cat(blocks))
     if not exact and distance > _FAR:
         warn(
             f"the posterior's mean is {distance:.2g} standard deviations from the mode of its prior, which conformal "
@@ -269,7 +269,7 @@ def _is_linear_in_its_weights(posterior: Posterior) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _LinearisedData:
     """The data of a fit as the linearised network sees them around parameters.
 
     Attributes:
@@ -297,7 +297,7 @@ class _Known:
         pushed = self.data.push(self.start)
         return torch.cat([batch.y - batch.f - step for batch, step in zip(self.data.batches, pushed, strict=True)])
 
-    def at(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def linearised(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Outputs `[b, C]`, Jacobian `[b, C, P]` and J P⁻¹, of consecutive inputs: as many as memory takes."""
         posterior = self.posterior
         posterior.check_unchanged()
@@ -330,12 +330,12 @@ class _Jackknife:
         residuals: |y_i − f₋ᵢ(x_i)|, `[N, C]`.
     """
 
-    known: _Known
+    known: _LinearisedData
     weights: Tensor
     residuals: Tensor
 
     @classmethod
-    def of(cls, known: _Known, covariance: Tensor) -> _Jackknife:
+    def fitted(cls, known: _LinearisedData, covariance: Tensor) -> _Jackknife:
         residuals = known.residuals()
         root = known.scale.expand(residuals.shape[1]).sqrt()
         values, vectors = eigen.eigh(root.unsqueeze(1) * covariance * root)
@@ -355,7 +355,7 @@ class _Jackknife:
 
     def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
         ends = []
-        for f, _, solved in self.known.at(x):
+        for f, _, solved in self.known.linearised(x):
             moved = f.unsqueeze(1) - torch.einsum("bknc,nc->bnk", self.known.cross(solved), self.weights)
             ends.append(_between(moved, self.residuals.abs(), alpha))
         lower, upper = zip(*ends, strict=True)
@@ -373,13 +373,13 @@ class _Folds:
         residuals: |y_i − f₋S(x_i)|, `[N, C]`.
     """
 
-    known: _Known
+    known: _LinearisedData
     steps: Tensor
     fold: Tensor
     residuals: Tensor
 
     @classmethod
-    def of(cls, known: _Known, folds: int, generator: torch.Generator | None) -> _Folds:
+    def fitted(cls, known: _LinearisedData, folds: int, generator: torch.Generator | None) -> _Folds:
         residuals, n = known.residuals(), known.n_data
         if not 2 <= folds <= n:
             raise InvalidArgument(f"folds={folds}; from 2 to the number of data, {n}, are accepted.")
@@ -402,7 +402,7 @@ class _Folds:
 
     def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
         ends = []
-        for f, rows, _ in self.known.at(x):
+        for f, rows, _ in self.known.linearised(x):
             moved = f.unsqueeze(1) + torch.einsum("bkp,sp->bsk", rows, self.steps)
             ends.append(_between(moved[:, self.fold], self.residuals, alpha))
         lower, upper = zip(*ends, strict=True)
@@ -455,13 +455,13 @@ class _Full:
         residuals: y − f, `[N, C]`.
     """
 
-    known: _Known
+    known: _LinearisedData
     residuals: Tensor
 
     def interval(self, x: Inputs, alpha: float) -> tuple[Tensor, Tensor]:
         lower, upper = [], []
         scale = self.known.scale.expand(self.residuals.shape[1])
-        for f, rows, solved in self.known.at(x):
+        for f, rows, solved in self.known.linearised(x):
             own = 1 + scale * (rows * solved).sum(2)  # 1 + k_xx, `[b, C]`
             cross = self.known.cross(solved).diagonal(dim1=1, dim2=3) * scale  # k_ix of one output, `[b, N, C]`
             slopes, residuals = (cross / own.unsqueeze(1)).mT, self.residuals.T.expand(len(f), -1, -1)

@@ -61,7 +61,7 @@ class TaskFit:
     posterior: ParametricLaplace
 
     @classmethod
-    def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
+    def from_data(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
         """Fits a task, whose curvature is added [Redux, appendix eq. 16]; the posterior `la` is not changed.
 
         Args:
@@ -127,7 +127,7 @@ class TaskFit:
     def finish(self) -> None:
         """Ends the task: adds its curvature to the former posterior and moves its mean to the present weights."""
         after = self.posterior.snapshot()
-        self.former.set_posterior(after.at(self.former.snapshot().hypers))
+        self.former.set_posterior(after.at_hyperparameters(self.former.snapshot().hypers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,8 +240,8 @@ def train_task(
         losses.append(descent.epoch())
         due = epoch > n_epochs_burnin and epoch % marglik_frequency == 0 and epoch < n_epochs
         if due and not fix_prior_precision:
-            former.prior_precision = TaskFit.of(former, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
-    task = TaskFit.of(former, train_loader)
+            former.prior_precision = TaskFit.from_data(former, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
+    task = TaskFit.from_data(former, train_loader)
     if not fix_prior_precision:
         former.prior_precision = task.tuned_prior_precision(n_hypersteps, lr_hyp)
     with torch.no_grad():

@@ -46,7 +46,7 @@ class Example:
     n_data: int  # B
 
     @classmethod
-    def of(cls, x: Inputs) -> Example:
+    def from_inputs(cls, x: Inputs) -> Example:
         """Inputs with at least one datum."""
         n_data = batches.size(x, "")
         if n_data == 0:
@@ -84,7 +84,7 @@ def exported(
             "group_size= of an export: a module takes batches of any size, not only whole groups. Export "
             "joint=True without it, and give the module one group at a time."
         )
-    example = Example.of(example_x)
+    example = Example.from_inputs(example_x)
     draws = replayed(generator, batches.tensors(example_x)[0].device)
     source = draws()
     any_size = AnySize(_SIZES, lambda shape, like: standard_normal(shape, like, source))

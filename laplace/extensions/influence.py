@@ -116,7 +116,7 @@ def influence(
     """
     check_counts(**{name: value for name, value in (("top", top), ("rank", rank)) if value is not None})
     posterior = posterior_of(la)
-    gradients = _Gradients.of(posterior, "influence")
+    gradients = _Gradients.from_posterior(posterior, "influence")
     at = posterior if damping is None else posterior.assigned(prior_precision=damping)
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         *asked, counts = gradients.counted((x, y))
@@ -179,7 +179,7 @@ def label_errors(la: Asked, loader: Iterable[Any], *, progress_bar: bool = False
         UnsupportedError: As of `influence`.
     """
     posterior = posterior_of(la)
-    gradients = _Gradients.of(posterior, "label_errors")
+    gradients = _Gradients.from_posterior(posterior, "label_errors")
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         precision = posterior.precision()
 
@@ -206,7 +206,7 @@ class _Gradients:
     scale: Tensor
 
     @classmethod
-    def of(cls, posterior: Posterior, what: str) -> _Gradients:
+    def from_posterior(cls, posterior: Posterior, what: str) -> _Gradients:
         posterior.require_fitted()
         if posterior.choices.loss is not None:
             raise UnsupportedError(f"{what} with a loss that was assigned to the backend, whose gradient is not known.")

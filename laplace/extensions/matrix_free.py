@@ -75,7 +75,7 @@ class HeldBatch:
     count: float = 1.0  # How often every datum counts
 
     @classmethod
-    def of(cls, x: Inputs, output: OutputCurvature) -> HeldBatch:
+    def copied(cls, x: Inputs, output: OutputCurvature) -> HeldBatch:
         """A batch as it is held: a copy, which the loader cannot write to."""
         return cls(batches.copied(detached(x)), output)
 
@@ -278,7 +278,7 @@ class System:
                 "evidence, which take products alone; or use hessian_structure='kron' or 'diag'."
             )
         with torch.inference_mode(False):
-            return FullCurvature.of(self.products.matrices(self.n_terms))
+            return FullCurvature.from_matrix(self.products.matrices(self.n_terms))
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,7 +330,7 @@ class MatrixFreePrecision(Precision):
                 tally.add(len(part), solutions[-1].n_products, solutions[-1].relative)
         return solutions
 
-    def _told(self, tally: Tally, error: float | None = None) -> None:
+    def _reported(self, tally: Tally, error: float | None = None) -> None:
         """Takes note of how an answer was found."""
         report = tally.report(self.system.options.tolerance, error)
         self.system.reports[report.question] = report
@@ -360,7 +360,7 @@ class MatrixFreePrecision(Precision):
             return right.detach().clone()
         tally = Tally(question)
         solutions = self._solved(right, tally)
-        self._told(tally)
+        self._reported(tally)
         return torch.cat([solution.x for solution in solutions]) if len(solutions) > 1 else solutions[0].x
 
     # The graph that leads to weights and prior.
@@ -396,8 +396,8 @@ class MatrixFreePrecision(Precision):
             probes = signs(options.n_probes, self.prior.layout.n_params, like, options.seed)
             images = self._in_parts(probes, self._preconditioner.sample)
             solutions = self._solved(self._in_parts(images, self._preconditioner.product), tally)
-            estimate = TraceLog.of(solutions)
-            self._told(tally, float(estimate.standard_error))
+            estimate = TraceLog.from_solutions(solutions)
+            self._reported(tally, float(estimate.standard_error))
             return estimate, torch.cat([solution.x for solution in solutions]), images
 
     def logdet_ratio(self) -> Tensor:
@@ -440,7 +440,7 @@ class MatrixFreePrecision(Precision):
                 rows = like.new_zeros(len(entries), 1, self.prior.layout.n_params)
                 rows[torch.arange(len(entries)), 0, entries] = 1
                 parts.append(self._inverse_form(rows, tally).flatten())
-        self._told(tally)
+        self._reported(tally)
         return torch.cat(parts)
 
     @property
@@ -467,7 +467,7 @@ class MatrixFreePrecision(Precision):
         if form == "joint":
             tally = Tally("variances")
             total = self._inverse_form(jacobian.dense().flatten(0, 1).unsqueeze(0), tally)[0]
-            self._told(tally)
+            self._reported(tally)
             return total.to(jacobian.summed_in(dtype))
         variance = torch.cat(list(self._forms(jacobian))).to(jacobian.summed_in(dtype))
         return variance if form == "full" else variance.diagonal(dim1=1, dim2=2).to(dtype)
@@ -477,7 +477,7 @@ class MatrixFreePrecision(Precision):
         tally, step = Tally("variances"), self._at_once(jacobian.n_cotangents)
         for start in range(0, jacobian.n_data, step):
             yield self._inverse_form(jacobian.at(slice(start, start + step)).dense(), tally)
-        self._told(tally)
+        self._reported(tally)
 
     def _inverse_form(self, rows: Tensor, tally: Tally) -> Tensor:
         """Y P⁻¹ Yᵀ of rows `[n, K, P]`, `[n, K, K]`, float64, with the graph of rows, weights and prior."""
@@ -785,7 +785,7 @@ class _Holding(DataPass):
         require_finite(is_finite(output.hessian))
         if self.options.preconditioner == "kron":
             self._add_factors(x, y)
-        self.data.append(HeldBatch.of(x, output))
+        self.data.append(HeldBatch.copied(x, output))
         return summary
 
     def _add_factors(self, x: Inputs, y: Tensor) -> None:

@@ -19,7 +19,7 @@ from laplace.core import batch as batches
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.gaussian import Gaussian, covariance_root
+from laplace.core.gaussian import GaussianOutputs, covariance_root
 from laplace.core.overrides import PREDICTIONS
 from laplace.core.positions import OutputRows, rows_of, unrolled
 from laplace.core.precision_policy import widened
@@ -30,7 +30,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.extensions.asked import Several, group_of
 from laplace.extensions.features import FeatureStatistics, FeatureSums
 from laplace.network import next_token
-from laplace.network.model_guard import apart, autograd_mode
+from laplace.network.model_guard import autograd_mode, private_copy
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, Pieces, gaussian_of, jacobians, shifted
 from laplace.predictive.options import PredictOptions
@@ -220,7 +220,7 @@ def ood_scorer(
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RowSummary:
     """What networks and posteriors say at R rows of inputs; of what no score asked for, nothing."""
 
     network: list[Tensor]  # Outputs of every network, `[R, C]`
@@ -228,11 +228,11 @@ class Seen:
     distances: list[Callable[[str], Tensor]]  # From the training features, by the name of the method
 
 
-def _network(group: PosteriorGroup, seen: Seen) -> Tensor:
+def _network(group: PosteriorGroup, seen: RowSummary) -> Tensor:
     return _doubt(group, seen.prediction.average([group.likelihood.inverse_link(f) for f in seen.network]))
 
 
-def _energy(group: PosteriorGroup, seen: Seen) -> Tensor:
+def _energy(group: PosteriorGroup, seen: RowSummary) -> Tensor:
     return seen.prediction.average([-f.logsumexp(1) for f in seen.network])
 
 
@@ -243,7 +243,7 @@ def _doubt(group: PosteriorGroup, probabilities: Tensor) -> Tensor:
     return 1 - confidence(likelihood, probabilities, probabilities, hypers.sigma_noise)
 
 
-def _distance(method: str, group: PosteriorGroup, seen: Seen) -> Tensor:
+def _distance(method: str, group: PosteriorGroup, seen: RowSummary) -> Tensor:
     return seen.prediction.average([distance(method) for distance in seen.distances])
 
 
@@ -251,7 +251,7 @@ def _distance(method: str, group: PosteriorGroup, seen: Seen) -> Tensor:
 class _Method:
     """A score, and what it takes."""
 
-    score: Callable[[PosteriorGroup, Seen], Tensor]
+    score: Callable[[PosteriorGroup, RowSummary], Tensor]
     posterior: bool = False  # Whether it reads outputs under the posterior
     covariances: bool = False  # Whether it reads covariances between outputs
     features: bool = False  # Whether it reads features of the last layer
@@ -395,7 +395,7 @@ class OodScorer(Generic[Scores]):
                 as_rows=True,
             )
             distances = [part.distance for part in parts if part.distance is not None]
-            seen = Seen([part.network for part in parts], prediction, distances)
+            seen = RowSummary([part.network for part in parts], prediction, distances)
             found = {name: METHODS[name].score(self.group, seen) for name in self.methods}
         for name, values in found.items():
             if not bool(values.isfinite().all()):
@@ -407,7 +407,7 @@ class OodScorer(Generic[Scores]):
     def _draws(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def _seen(self, posterior: Posterior, statistics: FeatureStatistics | None, x: Inputs) -> _SeenByOne:
+    def _seen(self, posterior: Posterior, statistics: FeatureStatistics | None, x: Inputs) -> _ModelSummary:
         methods = [METHODS[name] for name in self.methods]
         posterior.check_unchanged()
         x = batches.to_device(x, posterior.hypers.device)
@@ -430,9 +430,9 @@ class OodScorer(Generic[Scores]):
                 _, features = _features(posterior, x, statistics.layer)
             features = widened(_checked_features(features, len(rows.values)))
             distance = partial(_of_features, posterior, statistics, features)
-        return _SeenByOne(widened(rows.values), rows.positions, prediction, distance)
+        return _ModelSummary(widened(rows.values), rows.positions, prediction, distance)
 
-    def _outputs(self, posterior: Posterior, gaussian: Gaussian, *, covariances: bool) -> PosteriorOutputs:
+    def _outputs(self, posterior: Posterior, gaussian: GaussianOutputs, *, covariances: bool) -> PosteriorOutputs:
         """Outputs that are known by their Gaussian; all rows are drawn by the same numbers, whatever their batch."""
 
         def draw(n: int, generator: torch.Generator | None) -> OutputRows:
@@ -446,11 +446,11 @@ class OodScorer(Generic[Scores]):
 
         options = PredictOptions(diagonal_output=not covariances, n_samples=self.n_samples)
         sigma = widened(posterior.sigma_noise.detach())
-        return PosteriorOutputs(_Known(gaussian), posterior.likelihood, sigma, options, self._draws, draw)
+        return PosteriorOutputs(_KnownOutputs(gaussian), posterior.likelihood, sigma, options, self._draws, draw)
 
 
 @dataclass(frozen=True, eq=False)
-class _SeenByOne:
+class _ModelSummary:
     """What one network and its posterior say."""
 
     network: Tensor
@@ -460,20 +460,20 @@ class _SeenByOne:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known(GaussianSource):
+class _KnownOutputs(GaussianSource):
     """Outputs whose Gaussian is known already."""
 
-    known: Gaussian
+    known: GaussianOutputs
     create_graph = False
 
     def mean(self) -> OutputRows:
         return OutputRows(self.known.mean)
 
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
-        return self.known if form != "diagonal" else Gaussian(self.known.mean, self.known.variance)
+    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
+        return self.known if form != "diagonal" else GaussianOutputs(self.known.mean, self.known.variance)
 
 
-def _linearised(posterior: Posterior, x: Inputs, *, covariances: bool) -> tuple[Tensor, Tensor | None, Gaussian]:
+def _linearised(posterior: Posterior, x: Inputs, *, covariances: bool) -> tuple[Tensor, Tensor | None, GaussianOutputs]:
     """Outputs of the network, features where the Jacobian shows them, and outputs under the posterior; one pass."""
     network: list[Tensor] = []
     features: list[Tensor | None] = []
@@ -511,7 +511,7 @@ def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
     """
     if not any(map(_has_evidence, group.posteriors)):
         return group
-    own = replace(group, posteriors=tuple(one.at(one.hypers.detached()) for one in group.posteriors))
+    own = replace(group, posteriors=tuple(one.at_hyperparameters(one.hypers.detached()) for one in group.posteriors))
     now = own.hypers(("prior_precision",))
     start = replace(now, prior_precision=prior_in_structure(1.0, "scalar", own.layout, now.prior_precision))
     options = SearchOptions("lbfgs", tolerance=_TOLERANCE, label="evidence")
@@ -522,7 +522,7 @@ def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:
         chosen = own
     else:
         report(result)
-        chosen = own.at(replace(now, prior_precision=result.prior_precision))
+        chosen = own.at_hyperparameters(replace(now, prior_precision=result.prior_precision))
     pairs = zip(group.posteriors, chosen.posteriors, strict=True)
     return replace(group, posteriors=tuple(at if _has_evidence(one) else one for one, at in pairs))
 
@@ -565,7 +565,7 @@ def _read_features(
         ):  # fmt: skip
             with named(name):
                 if layer is None:
-                    with apart(posterior.model, posterior.call) as model:
+                    with private_copy(posterior.model, posterior.call) as model:
                         extractor = FeatureExtractor(model, forward_fn=posterior.call)
                         extractor.find_last_layer(x)
                         layer = extractor.last_layer_name
@@ -582,7 +582,7 @@ def _read_features(
 def _features(posterior: Posterior, x: Inputs, layer: str | None) -> tuple[Tensor, Tensor]:
     """Outputs as users see them, and the inputs of the last layer; by a pass of the network."""
     reduction = getattr(posterior.weights, "reduction", None)
-    with apart(posterior.model, posterior.call) as model:
+    with private_copy(posterior.model, posterior.call) as model:
         extractor = FeatureExtractor(model, layer, feature_reduction=reduction, forward_fn=posterior.call)
         return extractor.forward_with_features(x)
 

@@ -153,7 +153,7 @@ def _projected(
         posterior.check_unchanged()
         centre = posterior.expansion_point
         deviations = posterior.prior.diagonal().detach().rsqrt()
-        rows = _Rows(posterior, loader, kernel == "loss", deviations)
+        rows = _ScaledRows(posterior, loader, kernel == "loss", deviations)
         start = widened(standard_normal((n_samples, len(centre)), centre, generator))
         w, n_sweeps = start, 0
         first = last = start.new_zeros(n_samples)
@@ -192,7 +192,7 @@ def _warn_of_rest(residual: float, kept: float, tolerance: float, kernel: str, n
         )
 
 
-class _Rows:
+class _ScaledRows:
     """Rows R_b of all batches, in units of prior standard deviations, with inverses of their Gram matrices; float64."""
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], of_loss: bool, deviations: Tensor) -> None:

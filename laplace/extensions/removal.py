@@ -130,11 +130,11 @@ def _scaled_gradient(posterior: Posterior, loader: Iterable[Any], weights: DataW
     total = widened(torch.zeros_like(posterior.expansion_point))
     loader = loader if weights is None else weights.loader(loader, key)
     for batch in reading(loader):
-        counted = next_token.weighed(batch, key, problem.device, engine.target_rules, problem.module)
+        counted = next_token.weighted(batch, key, problem.device, engine.target_rules, problem.module)
         if counted is None:
             continue
         x, y, counts = counted
-        with problem.apart() as own, without_cudnn(own.module), torch.enable_grad():
+        with problem.on_private_copy() as own, without_cudnn(own.module), torch.enable_grad():
             tensors = own.stand_ins()
             f = own.run(tensors, x)
             positions, rows = tuple(f.shape[1:-1]), f.flatten(0, -2)

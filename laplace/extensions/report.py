@@ -104,7 +104,7 @@ def report(
         for name, x, y in data.batches(first, "report"):
             with named(name):
                 rows, posterior, network = models(x)
-                targets = Targets.of(first, network[0], y, rows.positions)
+                targets = Targets.from_outputs(first, network[0], y, rows.positions)
                 labelled.add(targets, posterior, network, math.prod(rows.positions))
                 if scorer is not None:
                     inside.append(targets.counted(scorer(x).reshape(-1, 1))[0])

@@ -49,7 +49,7 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
     scale = torch.as_tensor(tau, dtype=mean.dtype, device=mean.device)
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise InvalidArgument(f"tau={tau}; a positive number in the unit of the reward is accepted, e.g. tau=1.0.")
-    parts = [Prediction.of(part, prediction.channel_dim) for part in prediction.components]
+    parts = [Prediction.from_outputs(part, prediction.channel_dim) for part in prediction.components]
     values = torch.stack([one.latent_mean - one.latent_variance / (2 * scale) for one in parts])
     if len(parts) == 1:
         return values[0]

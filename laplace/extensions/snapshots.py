@@ -221,7 +221,9 @@ class Snapshots:
         networks = [_with_state(self.model, member.state) for member in members]
         read = {name: options[name] for name in _READ if name in options}
         with autograd_mode(), torch.no_grad(), same_random_state(self.model):
-            scores = _Scores.of(networks, likelihood, read, val_loader, options.get("sigma_noise"), progress_bar)
+            scores = _LogDensities.from_data(
+                networks, likelihood, read, val_loader, options.get("sigma_noise"), progress_bar
+            )
         chosen, self.choice = scores.choice([member.origin for member in members])
         if scores.sigma is not None:
             options["sigma_noise"] = scores.sigma
@@ -324,7 +326,7 @@ def _shrink_and_perturb(network: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _LogDensities:
     """Log densities of N held-out targets under K networks."""
 
     values: Tensor  # `[N, K]`, float64
@@ -332,7 +334,7 @@ class _Scores:
     sigma: float | None  # Noise of the network's residuals, where it was asked for
 
     @classmethod
-    def of(
+    def from_data(
         cls,
         networks: Sequence[nn.Module],
         likelihood: Likelihood | LikelihoodName,
@@ -340,7 +342,7 @@ class _Scores:
         loader: Iterable[Any],
         sigma: float | Tensor | None,
         progress_bar: bool,
-    ) -> _Scores:
+    ) -> _LogDensities:
         probes = [_probe(network, likelihood, read) for network in networks]
         first, n_inputs = probes[0], 0
         parts: list[tuple[list[Tensor], Tensor]] = []  # outputs of all networks, and targets, of a batch
@@ -348,7 +350,7 @@ class _Scores:
         for name, x, y in Validation(loader, progress_bar=progress_bar).batches(first, "snapshots"):
             with named(name):
                 rows = [outputs(probe.engine, x) for probe in probes]
-                targets = Targets.of(first, rows[0].values, y, rows[0].positions)
+                targets = Targets.from_outputs(first, rows[0].values, y, rows[0].positions)
                 each = [targets.counted(row.values) for row in rows]
             per_input = math.prod(rows[0].positions)
             known = torch.arange(len(rows[0].values)) // per_input + n_inputs

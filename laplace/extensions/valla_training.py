@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -66,7 +66,7 @@ class Energy:
         return self.likelihood.target.reads_variances(self.likelihood, LinkApprox.PROBIT)
 
     def log_terms(
-        self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, temperature: Tensor, generator: torch.Generator
+        self, latent: GaussianOutputs, y: Tensor, sigma_noise: Tensor, temperature: Tensor, generator: torch.Generator
     ) -> Tensor:
         """The terms of B data, `[B]`; differentiable in the latent and the noise."""
         if self.likelihood.has_noise:
@@ -78,7 +78,7 @@ class Energy:
             return -find_score("nll", self.likelihood)(self.likelihood, summary, y, sigma_noise) / temperature
         return self._sampled(latent, y, sigma_noise, generator) / temperature
 
-    def _gaussian(self, latent: Gaussian, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
+    def _gaussian(self, latent: GaussianOutputs, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
         """The energy in closed form; every output is a likelihood term of its own."""
         residual, variance = (y - latent.mean).square(), latent.covariance
         if self.alpha == 0:
@@ -88,7 +88,7 @@ class Energy:
             data = residual / (noise + spread) + (spread / noise).log1p() / self.alpha
         return -0.5 * (data / temperature + (2 * math.pi * noise).log()).sum(1)
 
-    def _sampled(self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, generator: torch.Generator) -> Tensor:
+    def _sampled(self, latent: GaussianOutputs, y: Tensor, sigma_noise: Tensor, generator: torch.Generator) -> Tensor:
         samples = latent.sample(self.n_samples, generator)
         repeated = y.repeat(self.n_samples, *[1] * (y.ndim - 1))
         summary = self.likelihood.target.summary_of_samples(self.likelihood, samples.flatten(0, 1).unsqueeze(0))
@@ -383,7 +383,7 @@ def objective(
     root = torch.linalg.cholesky(gram + delta * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     terms: list[Tensor] = []
     for jacobian, f, targets in observed(variables.engine, x, y, wide_dtype(variables.engine.problem.device)):
-        latent = Gaussian(f, marginals(inducing, root, delta, jacobian, energy.form))
+        latent = GaussianOutputs(f, marginals(inducing, root, delta, jacobian, energy.form))
         temperature = widened(training.temperature)
         terms.append(energy.log_terms(latent, targets, variables.sigma_noise, temperature, generator))
     distance = widened(training.distance(variables.engine.problem))

@@ -130,7 +130,7 @@ def verdict_of_classes(model: Predictions, y: Tensor, datum: Tensor, source: tor
     at = f"at {100 * mean:.1f} % mean confidence {{}} is right in {100 * share:.1f} ± {100 * error:.1f} %"
     if n < FEWEST:
         return Verdict(model.name, "unknown", f"Too few labels for a verdict ({n}) on {called(model.name)}.")
-    ranking = Ranking.of(confidence, right)
+    ranking = Ranking.by_confidence(confidence, right)
     observed = float(ranking.calibration_error(ranking.once, N_BINS))
     if is_one_each:
         errors, shares = calibrated_draws(confidence, N_BINS, N_DRAWS, source)

@@ -52,7 +52,7 @@ class LossCheck:
         self._curved = False
 
     @classmethod
-    def of(cls, engine: CurvatureEngine) -> LossCheck | None:
+    def from_engine(cls, engine: CurvatureEngine) -> LossCheck | None:
         """That of an engine; None of the library's own."""
         likelihood = engine.likelihood
         if type(likelihood).__module__.split(".")[0] == _LIBRARY:

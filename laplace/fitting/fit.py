@@ -43,7 +43,7 @@ from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context, noticing_swap
-from laplace.network.model_guard import apart, autograd_mode, hooks_fire, reading, same_random_state
+from laplace.network.model_guard import autograd_mode, hooks_fire, private_copy, reading, same_random_state
 from laplace.network.watch import DeterminismCheck, ReferenceOutputs
 from laplace.posterior.posterior import Choices, Posterior, match_lengths
 from laplace.structures.base import Curvature, DataPass, require_finite
@@ -100,12 +100,12 @@ class FitOptions:
     @cached_property
     def processes(self) -> Processes | None:
         """Those that read the other shards of the data; None where all data are read here."""
-        return Processes.of(self.group)
+        return Processes.from_argument(self.group)
 
     @cached_property
     def weights(self) -> DataWeights | None:
         """How often every datum counts; None for once."""
-        return DataWeights.of(self.weight_fn, self.dict_key_weight)
+        return DataWeights.from_arguments(self.weight_fn, self.dict_key_weight)
 
     def within(self, network: Processes | None) -> FitOptions:
         """The same with the group of a network that is sharded by FSDP2, which must be of the ranks that were given."""
@@ -226,7 +226,7 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
         if begun.first is None and options.processes is None:
             raise InvalidData(checks.NO_DATA)
         # Lengths could not be checked while the last layer was unknown.
-        posterior = begun.posterior.at(match_lengths(begun.posterior.hypers, begun.posterior.weights))
+        posterior = begun.posterior.at_hyperparameters(match_lengths(begun.posterior.hypers, begun.posterior.weights))
         engine, choices = _engine_of(posterior, options), posterior.choices
         if options.weights is not None:
             engine.require_weighing(options.weights.name)
@@ -392,7 +392,7 @@ def infer_channels(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
         require_unsharded(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
     elif posterior.weights.fsdp_processes is not None:
         return posterior
-    with apart(posterior.model, posterior.call) as model, torch.no_grad():
+    with private_copy(posterior.model, posterior.call) as model, torch.no_grad():
         f = _of_one(lambda some: batches.latent(call_with_context(model, posterior.call, some)), detached(x))
     given = next(iter(batches.tensors(x)), f)
     if f.ndim == given.ndim == 1 and (len(f) > 1 or len(y) == 1):  # perhaps all outputs of one datum, of a data set
@@ -413,7 +413,7 @@ def _look_for_sigmoid(posterior: Posterior, reference: ReferenceOutputs | None) 
 
 def _with_graph(problem: Problem, x: Inputs) -> Tensor:
     """Outputs of the first datum, with the graph that leads to the random weights."""
-    with problem.apart() as own, hooks_fire(own.module), torch.enable_grad():
+    with problem.on_private_copy() as own, hooks_fire(own.module), torch.enable_grad():
         return _of_one(lambda some: own.run(own.stand_ins(), some), detached(x))
 
 
@@ -441,7 +441,7 @@ def sum_data(
     """Reads the data as often as the structure needs, and sums their curvature and loss."""
     structure = choices.structure
     structure.check(engine.problem.layout, choices.structure_options)
-    loss = checks.LossCheck.of(engine)
+    loss = checks.LossCheck.from_engine(engine)
     check = None
     if options.check_memory:
         check = MemoryCheck(engine.problem, structure, choices.structure_options, known_length(loader))
@@ -570,7 +570,7 @@ class _Readings:
     def _counted(self, batch: Any, *, all_count: bool) -> tuple[Inputs, Tensor, Tensor | None] | None:
         """Inputs and targets that are not ignored, with their weights, or None."""
         problem, rules, key = self.engine.problem, self.engine.target_rules, self.choices.dict_key_y
-        return next_token.weighed(batch, key, problem.device, rules, problem.module, all_count=all_count)
+        return next_token.weighted(batch, key, problem.device, rules, problem.module, all_count=all_count)
 
     def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""

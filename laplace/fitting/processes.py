@@ -44,7 +44,7 @@ class FitDescription:
     channel_dim: int | None  # Dimension of the channels, if it is known
 
     @classmethod
-    def of(cls, posterior: Posterior, settings: Mapping[str, Any]) -> FitDescription:
+    def from_posterior(cls, posterior: Posterior, settings: Mapping[str, Any]) -> FitDescription:
         """That of a fit, with what the first batch tells; `settings` are what else is compared."""
         choices, hypers = posterior.choices, posterior.hypers
         problem, model = posterior.weights.problem, posterior.weights.model
@@ -107,7 +107,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Announcement:
     """What a process is about to fit, and a digest of its first batch; None without data."""
 
     description: FitDescription
@@ -121,10 +121,10 @@ def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Map
     """
     begun: list[Begun] = []
 
-    def attempt() -> _Message:
+    def attempt() -> _Announcement:
         begun.append(here := begin())
         batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
-        return _Message(FitDescription.of(here.posterior, settings), batch)
+        return _Announcement(FitDescription.from_posterior(here.posterior, settings), batch)
 
     messages = processes.gather_results(attempt)
     _compare(messages)
@@ -145,7 +145,7 @@ def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Map
     return replace(here, posterior=here.posterior.apply_inferred(told.channel_dim, told.layer))
 
 
-def _compare(messages: Sequence[_Message]) -> None:
+def _compare(messages: Sequence[_Announcement]) -> None:
     """Requires that all processes say the same as the first; every process finds the same difference."""
     for rank, message in enumerate(messages[1:], 1):
         difference, tensor = message.description.difference(messages[0].description, "rank 0")

@@ -51,7 +51,7 @@ _ROUNDS, _STEPS, _PRODUCTS, _SEARCHED = 3, 4, 4, 6
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class FeatureBasis:
     """Standardised features in an orthonormal basis of what those of the data span, and how far the prior lets each go.
 
     With the covariance C of the standardised features the prior covariance of weights is that of isotropic weights on
@@ -72,7 +72,7 @@ class Basis:
     rest: Tensor
 
     @classmethod
-    def of(cls, features: Tensor, counts: Tensor, power: float = POWER) -> Basis:
+    def from_features(cls, features: Tensor, counts: Tensor, power: float = POWER) -> FeatureBasis:
         """The basis of data `[N, D]` that count `[N]` times; constant features have the scale 1."""
         x, share = widened(features), (counts / counts.sum()).unsqueeze(1)
         mean = (share * x).sum(0)
@@ -114,7 +114,7 @@ class Basis:
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class LeaveOneOutOutputs:
     """Outputs of every datum under the posterior of all others, by one Newton step.
 
     Attributes:
@@ -181,7 +181,7 @@ class Inverse:
     coupling: Tensor
 
     @classmethod
-    def of(cls, data: Labelled, prior: Tensor, p: Tensor) -> Inverse:
+    def at_probabilities(cls, data: Labelled, prior: Tensor, p: Tensor) -> Inverse:
         """At probabilities `[N, K]` of the data."""
         weighted = (data.counts.unsqueeze(1) * p).T.unsqueeze(2) * data.z  # `[K, N, R + 1]`
         own = data.z.T @ weighted + prior.diag()
@@ -253,7 +253,7 @@ class SoftmaxHead:
         f = z @ self.at
         return f - f.mean(1, keepdim=True), self.inverse.variance(z, outside / self.decay)
 
-    def left_out(self, data: Labelled) -> LeftOut:
+    def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
         """Moments of every datum without it: μ + Σ₋ g, Σ₋ = Σ (I − ΛΣ)⁻¹, g and Λ those of its loss."""
         p, count = data.probabilities(self.at), data.counts.view(-1, 1, 1)
         mean, covariance = self.moments(data.z, torch.zeros_like(data.counts))
@@ -262,10 +262,10 @@ class SoftmaxHead:
         without = torch.linalg.solve(eye - covariance @ hessian, covariance)
         without = 0.5 * (without + without.mT)
         gradient = data.counts.unsqueeze(1) * (p - data.targets)
-        return LeftOut(mean + (without @ gradient.unsqueeze(2)).squeeze(2), without)
+        return LeaveOneOutOutputs(mean + (without @ gradient.unsqueeze(2)).squeeze(2), without)
 
 
-def softmax_heads(data: Labelled, basis: Basis, decays: Sequence[float] | None = None) -> Iterator[SoftmaxHead]:
+def softmax_heads(data: Labelled, basis: FeatureBasis, decays: Sequence[float] | None = None) -> Iterator[SoftmaxHead]:
     """Heads at the modes of weight decays, in turn; each starts at the one before. None for those of `decays_of`.
 
     Steps go with an inverse that is made anew `_ROUNDS` times for every weight decay. All are counted: no last digit
@@ -275,12 +275,12 @@ def softmax_heads(data: Labelled, basis: Basis, decays: Sequence[float] | None =
     inverse = None
     for decay in decays_of(data.targets.shape[1]) if decays is None else decays:
         prior = basis.prior(decay)
-        inverse = inverse or Inverse.of(data, prior, data.probabilities(at))
+        inverse = inverse or Inverse.at_probabilities(data, prior, data.probabilities(at))
         for _ in range(_ROUNDS):
             for _ in range(_STEPS):
                 step = _newton_step(data, prior, at, inverse.solve)
                 at = at - _share(data, prior, at, step) * step
-            inverse = Inverse.of(data, prior, data.probabilities(at))
+            inverse = Inverse.at_probabilities(data, prior, data.probabilities(at))
         yield SoftmaxHead(decay, at, inverse)
 
 
@@ -351,10 +351,10 @@ class RidgeHead:
         mean, covariance = self.moments(z, outside)
         return mean, covariance.flatten(1)
 
-    def left_out(self, data: Labelled) -> LeftOut:
+    def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
         """Moments of every datum without it, exactly."""
         mean, share = self._without(data)
-        return LeftOut(mean, (self.noise * share).view(-1, 1, 1))
+        return LeaveOneOutOutputs(mean, (self.noise * share).view(-1, 1, 1))
 
     def _without(self, data: Labelled) -> tuple[Tensor, Tensor]:
         """Means `[N, 1]`, and variances in units of the noise `[N]`."""
@@ -364,7 +364,7 @@ class RidgeHead:
         return mean - (data.counts * share).unsqueeze(1) * (data.targets - mean), share
 
 
-def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: Basis) -> Iterator[RidgeHead]:
+def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: FeatureBasis) -> Iterator[RidgeHead]:
     """Heads at all weight decays; the noise is that of targets `[M, 1]`, each of the datum of its index `[M]`."""
     weighted = data.counts.unsqueeze(1) * data.z
     for decay in OF_NUMBERS:

@@ -29,7 +29,7 @@ from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.large_structures import subspace
 from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.dual import Projected, ProjectedScan, pulled
+from laplace.structures.dual import ProjectedScan, SplitPrior, pulled
 from laplace.structures.linalg import bilinear, power
 from laplace.structures.precision import Form, Precision
 
@@ -203,10 +203,10 @@ class NystromCurvature(Curvature):
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
         values, vectors = linalg.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
 
-        def split(jacobian: Jacobian, form: Form) -> tuple[Projected, ...]:
+        def split(jacobian: Jacobian, form: Form) -> tuple[SplitPrior, ...]:
             inside = features(self.directions, jacobian).permute(1, 2, 0) @ vectors
             shape = inside.shape[:2] if form == "diagonal" else (*inside.shape[:2], inside.shape[1])
-            return (Projected(inside, inside.new_zeros(shape), values),)
+            return (SplitPrior(inside, inside.new_zeros(shape), values),)
 
         return ProjectedScan(split, values.new_ones(()), 1.0, self.directions.dtype)
 

@@ -28,7 +28,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateEr
 from laplace.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.dual import Dual, DualPrecision, JointPrecision, Projected, ProjectedScan, each_output
+from laplace.structures.dual import Dual, DualPrecision, JointPrecision, ProjectedScan, SplitPrior, each_output
 from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")
@@ -39,7 +39,7 @@ Score = Callable[[Inputs, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SubsetRows:
     """Some data of one batch."""
 
     x: Inputs  # Inputs of n data
@@ -50,9 +50,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.y)
 
-    def where(self, keep: Tensor) -> Rows:
+    def where(self, keep: Tensor) -> SubsetRows:
         """The rows of a mask `[n]`."""
-        return Rows(batches.select(self.x, keep, len(self)), self.y[keep], self.scores[keep], self.batches)
+        return SubsetRows(batches.select(self.x, keep, len(self)), self.y[keep], self.scores[keep], self.batches)
 
 
 class Pool:
@@ -68,7 +68,7 @@ class Pool:
         self.balanced = balanced
         self.seen = 0
         self._read = 0
-        self._rows: list[Rows] = []
+        self._rows: list[SubsetRows] = []
         self._longest = 1
 
     def add(self, x: Inputs, y: Tensor) -> None:
@@ -76,7 +76,7 @@ class Pool:
         scores = widened(self.score(x, y))
         if not bool(scores.isfinite().all()):
             raise InvalidData("the scores of the data are not finite; the inputs or weights hold NaN or infinity.")
-        self._rows.append(Rows(x, y, scores, (self._read,)))
+        self._rows.append(SubsetRows(x, y, scores, (self._read,)))
         self.seen += len(y)
         self._read += 1
         self._longest = max(self._longest, len(y))
@@ -84,7 +84,7 @@ class Pool:
         if sum(counts) <= self.size:
             # Whole batches are copied: a loader may fill the same tensors anew.
             x = batches.copied(x)
-            self._rows[-1] = Rows(x, y.clone(), scores, self._rows[-1].batches)
+            self._rows[-1] = SubsetRows(x, y.clone(), scores, self._rows[-1].batches)
             return
         # A stable order: of equal scores the earlier datum stays.
         order = torch.cat([rows.scores for rows in self._rows]).sort(descending=True, stable=True).indices
@@ -95,14 +95,14 @@ class Pool:
         best = [rows.where(mask) for rows, mask in zip(self._rows, keep.split(counts), strict=True)]
         self._rows = [rows for rows in best if len(rows)]
 
-    def chunks(self) -> Iterator[Rows]:
+    def chunks(self) -> Iterator[SubsetRows]:
         """The data, in pieces no longer than the longest batch."""
         if self.seen < self.size:
             raise InvalidData(
                 f"{self.size} data are to be kept, but the loader gave only {self.seen}; give a smaller "
                 "n_subset (subsample_size, num_inducing)."
             )
-        pending: Rows | None = None
+        pending: SubsetRows | None = None
         for rows in self._rows:
             both = None if pending is None else joined(pending, rows, self._longest)
             if both is None and pending is not None:
@@ -124,7 +124,7 @@ def _turns(labels: Tensor) -> Tensor:
     return turns
 
 
-def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
+def joined(first: SubsetRows, second: SubsetRows, longest: int) -> SubsetRows | None:
     """Both, or None where their inputs have other shapes or parts that are no rows, or they are too many."""
     if len(first) + len(second) > longest or type(first.x) is not type(second.x):
         return None
@@ -140,7 +140,7 @@ def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
     following = iter(theirs)
     x = batches.transform(first.x, lambda tensor: torch.cat([tensor, next(following)]))
     scores = torch.cat([first.scores, second.scores])
-    return Rows(x, torch.cat([first.y, second.y]), scores, (*first.batches, *second.batches))
+    return SubsetRows(x, torch.cat([first.y, second.y]), scores, (*first.batches, *second.batches))
 
 
 def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generator) -> Score:
@@ -349,7 +349,7 @@ class SubsetCurvature(Curvature):
             parts = weights.split(1) if self.independent else (weights,)
             bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
 
-        def split(jacobian: Jacobian, form: Form) -> tuple[Projected, ...]:
+        def split(jacobian: Jacobian, form: Form) -> tuple[SplitPrior, ...]:
             each = each_output(jacobian) if self.independent else (jacobian,)
             return tuple(basis.split(part, form) for basis, part in zip(bases, each, strict=True))
 
@@ -427,7 +427,7 @@ class SubsetPass(ObservingPass):
         self.found = Subset(curvature, torch.cat(f), torch.cat(y))
         return curvature
 
-    def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor, Tensor, Tensor]]:
+    def _differentiated(self, rows: SubsetRows) -> Iterator[tuple[Jacobian, Tensor, Tensor, Tensor]]:
         """Jacobians, roots of Λ, outputs and targets of consecutive data.
 
         The loss is that of the subset, the number that of all data.

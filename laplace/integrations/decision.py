@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     __all__ = ["Decision", "DecisionHead", "Threshold", "decision", "load"]
 
 __getattr__, __dir__ = lazy.attached(
-    __name__, lazy.at("laplace.integrations.sklearn", "DecisionHead"), lambda name: False
+    __name__, lazy.lazy_names("laplace.integrations.sklearn", "DecisionHead"), lambda name: False
 )
 
 LEAST_LABELS = 10

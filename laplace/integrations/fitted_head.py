@@ -11,12 +11,12 @@ from torch import Generator, Tensor, nn
 
 from laplace.core import nested
 from laplace.core.cached import cached_property
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.gp.heads import FLAT, INTERCEPT, Basis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, FeatureBasis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
 from laplace.grid import from_names
 from laplace.likelihoods import Categorical, get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -40,7 +40,7 @@ class Standardised(nn.Module):
     gains: Tensor
     rest: Tensor
 
-    def __init__(self, basis: Basis, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, basis: FeatureBasis, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         for name, tensor in vars(basis).items():
             self.register_buffer(name, tensor.clone())
@@ -49,7 +49,7 @@ class Standardised(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits, or numbers."""
-        basis = Basis(self.mean, self.scale, self.vectors, self.gains, self.rest)
+        basis = FeatureBasis(self.mean, self.scale, self.vectors, self.gains, self.rest)
         return self.linear(basis.weighed(features))
 
 
@@ -72,7 +72,7 @@ class FittedHead:
     features: Tensor
     targets: Tensor
     class_weight: tuple[float, ...] | None
-    basis: Basis
+    basis: FeatureBasis
     head: SoftmaxHead | RidgeHead
     stacked: Stacked
     left_out_mean: Tensor
@@ -230,7 +230,7 @@ def _likelihood(is_regression: bool, class_weight: tuple[float, ...] | None) -> 
     return Categorical(class_weight=class_weight)
 
 
-def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labelled, Tensor, Basis]:
+def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labelled, Tensor, FeatureBasis]:
     """Features that differ, with the mean targets of each; the row of every datum among them, `[N]`; and a basis."""
     distinct, index = torch.unique(features, dim=0, return_inverse=True)
     total = counts.new_zeros(len(distinct)).index_add_(0, index, counts)
@@ -238,7 +238,7 @@ def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labell
     sums.index_add_(0, index, counts.unsqueeze(1) * targets)
     counted = total > 0
     total = torch.where(counted, total, torch.finfo(total.dtype).tiny)  # a class that counts nothing
-    basis = Basis.of(distinct, total)
+    basis = FeatureBasis.from_features(distinct, total)
     return Labelled(basis.coordinates(distinct)[0], sums / total.unsqueeze(1), total), index, basis
 
 
@@ -268,9 +268,9 @@ class _Tempered(GaussianSource):
     def mean(self) -> OutputRows:
         return OutputRows(self.outputs.moments[0] / self.temperature, (), None)
 
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         mean, covariance = self.outputs.moments
-        gaussian = Gaussian(mean / self.temperature, covariance * (self.scale / self.temperature**2))
+        gaussian = GaussianOutputs(mean / self.temperature, covariance * (self.scale / self.temperature**2))
         if form in ("diagonal", "centred"):  # logits are less their mean already
             return replace(gaussian, covariance=gaussian.variance)
         return gaussian

@@ -18,7 +18,7 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.grid import from_names
 from laplace.integrations.fitted_head import FittedHead
-from laplace.network.model_guard import apart
+from laplace.network.model_guard import private_copy
 from laplace.parametric import ParametricLaplace
 
 try:
@@ -553,7 +553,7 @@ def _check_outputs(module: nn.Module, x: Tensor, n_outputs: int) -> None:
     Raises:
         InvalidArgument: They have another shape.
     """
-    with torch.no_grad(), apart(module) as own:
+    with torch.no_grad(), private_copy(module) as own:
         shape = own(x[:2]).shape
     if tuple(shape) != (len(x[:2]), n_outputs):
         raise InvalidArgument(

@@ -37,7 +37,7 @@ class MatrixSum:
     n_terms: int = 1  # Number of terms E that are kept apart
 
     @classmethod
-    def of(cls, values: Tensor) -> MatrixSum:
+    def from_matrices(cls, values: Tensor) -> MatrixSum:
         """From complete matrices `[E, p, p]`."""
         return cls(values.shape[-1], values, n_terms=len(values))
 
@@ -60,9 +60,9 @@ class MatrixSum:
 
     def add_blocks(self, blocks: Sequence[Block], n_terms: int, first: int, like: Tensor) -> None:
         """Adds the outer products of weighted blocks of all tensors."""
-        if self.paired is None and self.values is None and n_terms == 1 and Pairs.are_less_work(blocks, _DATA):
-            self.paired = PairSum.zeros(Pairs.of(blocks), like)
-        if self.paired is not None and self.paired.pairs == Pairs.of(blocks):
+        if self.paired is None and self.values is None and n_terms == 1 and BlockPairs.are_less_work(blocks, _DATA):
+            self.paired = PairSum.zeros(BlockPairs.from_blocks(blocks), like)
+        if self.paired is not None and self.paired.pairs == BlockPairs.from_blocks(blocks):
             self.paired.add(blocks)
             return
         total = self.upper(n_terms, like)
@@ -76,8 +76,8 @@ class MatrixSum:
 
     def add_head(self, blocks: Sequence[HeadBlock], hessian: OutputHessian, n_terms: int, like: Tensor) -> None:
         """Adds Σ_b J_bᵀ Λ_b J_b of the blocks of a head, without a root of Λ."""
-        form = SymmetricForm.of(hessian) if n_terms == 1 else SymmetricForm(n_terms, Entries.DIAGONAL)
-        pairs = Pairs.of(blocks)
+        form = SymmetricForm.from_hessian(hessian) if n_terms == 1 else SymmetricForm(n_terms, Entries.DIAGONAL)
+        pairs = BlockPairs.from_blocks(blocks)
         if self.paired is not None and (self.paired.pairs, self.paired.forms) != (pairs, (form,)):
             self.complete()
         if self.paired is None:
@@ -85,10 +85,10 @@ class MatrixSum:
         self.paired.add_head(blocks, hessian)
 
     @staticmethod
-    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int, device: torch.device) -> Pairs | None:
+    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int, device: torch.device) -> BlockPairs | None:
         """Pairs by which the outer products of tensors of these shapes are summed; None for a dense sum."""
         is_head = all(shape.is_head for shape in shapes)
-        return Pairs.of_shapes(shapes, n_cotangents, _DATA, device) if n_terms == 1 or is_head else None
+        return BlockPairs.of_shapes(shapes, n_cotangents, _DATA, device) if n_terms == 1 or is_head else None
 
     def complete(self) -> Tensor:
         """The matrices `[E, p, p]`; the sum by pairs is released."""
@@ -134,7 +134,7 @@ class SymmetricForm:
     entries: Entries = Entries.TRIANGLE  # Those that are stored
 
     @classmethod
-    def of(cls, hessian: OutputHessian) -> SymmetricForm:
+    def from_hessian(cls, hessian: OutputHessian) -> SymmetricForm:
         """The form of sums of output Hessians."""
         n = hessian.diag.shape[1]
         if hessian.is_diagonal:
@@ -185,11 +185,11 @@ class Strip:
         return (self.stop - self.start) * (self.width - self.start)
 
     @property
-    def at(self) -> slice:
+    def places(self) -> slice:
         """Places of the products among those of all strips."""
         return slice(self.first, self.first + self.size)
 
-    def of(self, sums: Tensor, n: int) -> Tensor:
+    def view(self, sums: Tensor, n: int) -> Tensor:
         """A view of this strip's sums `[n, i, j]` in the concatenated sums of all strips, `[n · products]`."""
         own = sums[n * self.first : n * (self.first + self.size)]
         return own.view(n, self.stop - self.start, self.width - self.start)
@@ -204,7 +204,7 @@ class Strip:
         """The products of inputs `[b, I]`, `[b, size]`."""
         return products(a[:, self.start : self.stop], a[:, self.start :])
 
-    def weighed(self, values: Tensor) -> Tensor:
+    def weighted(self, values: Tensor) -> Tensor:
         """Entries of values `[I, I, O, O]` that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
 
         A product with j beyond the strip stands for that of j and i, too.
@@ -278,7 +278,7 @@ _WORTHWHILE = 2**24
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixSection:
     """Entries of a full matrix as inputs × outputs: of a layer, a head, or all dense blocks together."""
 
     blocks: tuple[int, ...]  # Indices of the blocks: of one weight, of a head, or of all dense blocks
@@ -298,7 +298,7 @@ class Part:
         """Number of inputs I; 1 for dense blocks."""
         return sum(self.inputs) or 1
 
-    def pieces(self) -> Iterator[tuple[Part, slice, slice, slice]]:
+    def pieces(self) -> Iterator[tuple[MatrixSection, slice, slice, slice]]:
         """For every block its part, its entries in the matrix, and which of the inputs I and outputs O they are."""
         start = 0
         for k, (index, entries) in enumerate(zip(self.blocks, self.slices, strict=True)):
@@ -315,7 +315,7 @@ class Part:
     def _shape(self) -> tuple[int, int]:
         return (self.n_inputs, self.n_outputs) if self.input_first else (self.n_outputs, self.n_inputs)
 
-    def picked(self, other: Part, matrix: Tensor) -> Tensor:
+    def picked(self, other: MatrixSection, matrix: Tensor) -> Tensor:
         """Entries of this part and another one of a matrix `[P, P]`, `[I, I', O, O']`."""
         rows: list[Tensor] = []
         for one, r, _, _ in self.pieces():
@@ -323,7 +323,7 @@ class Part:
             rows.append(_joined(columns, 1 if other.is_product else 3))
         return _joined(rows, 0 if self.is_product else 2)
 
-    def viewed(self, other: Part, block: Tensor) -> Tensor:
+    def viewed(self, other: MatrixSection, block: Tensor) -> Tensor:
         """A view of entries `[p, p']` of this part and another one, of one block each, as `[I, I', O, O']`."""
         rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
         return block.view(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
@@ -344,15 +344,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class BlockPairs:
     """All pairs of the parts of some blocks."""
 
-    parts: tuple[Part, ...]  # Layers, then the dense blocks, if there are any
+    parts: tuple[MatrixSection, ...]  # Layers, then the dense blocks, if there are any
     size: int  # Number of entries P
     device: torch.device  # Where they are multiplied
 
     @classmethod
-    def of(cls, blocks: Sequence[Block]) -> Pairs:
+    def from_blocks(cls, blocks: Sequence[Block]) -> BlockPairs:
         """From the blocks of all tensors."""
         slices: list[slice] = []
         start = 0
@@ -362,7 +362,7 @@ class Pairs:
         heads = all_of(HeadBlock, blocks)
         if heads is not None:
             return cls((_head(heads, slices),), start, blocks[0].device)
-        parts: list[Part] = []
+        parts: list[MatrixSection] = []
         rest: list[int] = []
         for i, block in enumerate(blocks):
             factors = block.rank_one()
@@ -370,29 +370,31 @@ class Pairs:
                 rest.append(i)
             else:
                 inputs = (factors.a.shape[1],)
-                parts.append(Part((i,), (slices[i],), factors.n_outputs, inputs, factors.input_first))
+                parts.append(MatrixSection((i,), (slices[i],), factors.n_outputs, inputs, factors.input_first))
         if rest:
             own = tuple(slices[i] for i in rest)
-            parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
+            parts.append(MatrixSection(tuple(rest), own, sum(s.stop - s.start for s in own)))
         return cls(tuple(parts), start, blocks[0].device)
 
     @classmethod
     def of_shapes(
         cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int, device: torch.device
-    ) -> Pairs | None:
+    ) -> BlockPairs | None:
         """The pairs of tensors of these shapes; None where a dense sum is less work.
 
         The order of the parts and of the entries is not that of the blocks: they serve to count.
         """
         size = sum(shape.size for shape in shapes)
         if all(shape.is_head for shape in shapes):
-            return cls((Part((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size, device)
+            return cls(
+                (MatrixSection((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size, device
+            )
         layers = [shape for shape in shapes if shape.is_outer_product]
         if not layers or not _are_worthwhile(n_cotangents, n_data, size):
             return None
-        parts = [Part((), (), shape.n_outputs, (shape.n_inputs,)) for shape in layers]
+        parts = [MatrixSection((), (), shape.n_outputs, (shape.n_inputs,)) for shape in layers]
         rest = size - sum(shape.size for shape in layers)
-        return cls((*parts, *([Part((), (), rest)] if rest else [])), size, device)
+        return cls((*parts, *([MatrixSection((), (), rest)] if rest else [])), size, device)
 
     @staticmethod
     def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
@@ -454,10 +456,10 @@ class Pairs:
         return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
 
 
-def _head(blocks: Sequence[HeadBlock], slices: Sequence[slice]) -> Part:
+def _head(blocks: Sequence[HeadBlock], slices: Sequence[slice]) -> MatrixSection:
     """The part of a head: one layer whose inputs are the features and, of a bias, ones."""
     indices = tuple(range(len(blocks)))
-    return Part(indices, tuple(slices), blocks[0].n_outputs, tuple(block.n_inputs for block in blocks))
+    return MatrixSection(indices, tuple(slices), blocks[0].n_outputs, tuple(block.n_inputs for block in blocks))
 
 
 def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
@@ -475,7 +477,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 class PairedMatrix:
     """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both."""
 
-    def __init__(self, pairs: Pairs, matrix: Tensor) -> None:
+    def __init__(self, pairs: BlockPairs, matrix: Tensor) -> None:
         self.pairs = pairs  # The parts of the blocks
         self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
 
@@ -487,7 +489,7 @@ class PairedMatrix:
             return values.flatten(2).flatten(0, 1)
         if not one.is_product:
             return values[0, 0].contiguous()
-        return torch.cat([strip.weighed(values) for strip in self.pairs.strips(one.n_inputs)])
+        return torch.cat([strip.weighted(values) for strip in self.pairs.strips(one.n_inputs)])
 
     def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
         """J_b S J_bᵀ `[B, K, K]`, or its diagonals `[B, K]`, in the dtype of S."""
@@ -504,7 +506,7 @@ class PairedMatrix:
         if i == j and not self.pairs.parts[i].is_product:
             between = values
         elif i == j:
-            strip_products = (strip.inputs(one.a) @ values[strip.at] for strip in self.pairs.strips(one.a.shape[1]))
+            strip_products = (strip.inputs(one.a) @ values[strip.places] for strip in self.pairs.strips(one.a.shape[1]))
             between = SymmetricForm(one.n_outputs).completed(total(strip_products))
         else:
             between = (products(one.a, other.a) @ values).unflatten(1, (one.n_outputs, -1))  # [b, O, O']
@@ -516,7 +518,7 @@ class PairedMatrix:
         return product if i == j else product + product.mT
 
 
-def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> Tensor:
+def jacobian_product(pairs: BlockPairs, blocks: Sequence[Block], matrix: Tensor) -> Tensor:
     """J_b M of every input, `[B, K, Q]`, for M `[P, Q]`: g_b (M a_b) of every layer, about B·P·Q products."""
     result: list[Tensor] = []
     for _, factors in pairs.factors(blocks, matrix.dtype):
@@ -527,7 +529,7 @@ def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> T
     return torch.cat(result)
 
 
-def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
+def _times(part: MatrixSection, factors: RankOne, matrix: Tensor) -> Tensor:
     if not part.is_product:
         return factors.by_datum() @ torch.cat([matrix[entries] for entries in part.slices])
     terms: list[Tensor] = []
@@ -544,14 +546,14 @@ def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
 class PairSum:
     """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair."""
 
-    pairs: Pairs  # The parts of the blocks that are added
+    pairs: BlockPairs  # The parts of the blocks that are added
     forms: tuple[SymmetricForm, ...]  # For every part, the packed form of the outputs in its pair with itself
     # By pair, outputs × inputs: `[O·O', I·I']`; for a layer with itself packed, one strip of inputs after the other;
     # for the dense blocks with themselves `[O, O]`, of which only the upper block triangle is used
     sums: dict[tuple[int, int], Tensor]
 
     @classmethod
-    def zeros(cls, pairs: Pairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
+    def zeros(cls, pairs: BlockPairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
         """An empty sum in the dtype and on the device of a tensor."""
         forms = tuple(SymmetricForm(part.n_outputs) if head is None else head for part in pairs.parts)
         return cls(pairs, forms, {pair: like.new_zeros(_shape(pairs, forms, *pair)) for pair in pairs})
@@ -584,7 +586,7 @@ class PairSum:
         """
         n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
         for strip in self.pairs.strips(a.shape[1]):
-            total = strip.of(sums, n)
+            total = strip.view(sums, n)
             if n < total.shape[2]:
                 weighted = (columns.unsqueeze(1) * rows[strip.start : strip.stop]).flatten(0, 1)
                 total.view(-1, total.shape[2]).addmm_(weighted, a[:, strip.start :])
@@ -636,7 +638,7 @@ class PairSum:
                         matrix[c, r] = matrix[r, c].T
 
 
-def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, ...]:
+def _shape(pairs: BlockPairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, ...]:
     one, other = pairs.parts[i], pairs.parts[j]
     if i == j and one.is_product:
         return (forms[i].size * n_products(one.n_inputs, operations_are_dear(pairs.device)),)
@@ -654,10 +656,10 @@ def _squares(every: tuple[Strip, ...], n: int, device: torch.device) -> Tensor:
 
 
 def _place_own(
-    part: Part, every: Sequence[Strip], form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None
+    part: MatrixSection, every: Sequence[Strip], form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None
 ) -> None:
     for strip in every:
-        packed = strip.of(values, form.size).flatten(1).T
+        packed = strip.view(values, form.size).flatten(1).T
         if output is not None:
             packed = packed * (torch.arange(form.size, device=packed.device) == output)
         rows = form.completed(packed).unflatten(0, (strip.stop - strip.start, -1))  # [i, j, O, O]

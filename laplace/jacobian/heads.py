@@ -151,7 +151,7 @@ class HeadBlock(Head):
     kind = "head"
 
     @classmethod
-    def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
+    def from_block(cls, block: Block, n_outputs: int) -> HeadBlock | None:
         """The block of a head from the block of its layer (gradients are ignored); None of another layer."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None

@@ -40,7 +40,7 @@ class IndexBlock(FactoredBlock):
     kind = "index"
 
     @classmethod
-    def of(cls, index: Tensor, g: Tensor, n_rows: int) -> IndexBlock:
+    def from_index(cls, index: Tensor, g: Tensor, n_rows: int) -> IndexBlock:
         """The block of positions `[B, T]`, where −1 reads no row."""
         # Of positions without numbers PyTorch would import its compiler.
         counted = index.new_empty(index.shape, dtype=torch.bool) if index.is_meta else index >= 0

@@ -264,7 +264,7 @@ def chosen(
             if choice is None:
                 yield jacobian, f
                 continue
-            outputs = choice.at(f, jacobian.positions, start)
+            outputs = choice.chosen(f, jacobian.positions, start)
             start += len(f)
             yield jacobian.select_outputs(outputs), f.gather(1, outputs)
     if choice is not None:

@@ -29,7 +29,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData, StateError
 from laplace.structures.base import Curvature, DataPass, SumPass, keeps_last, require_finite, those_known
-from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
+from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
@@ -109,7 +109,7 @@ class EkfacCurvature(Curvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         kron, diag = KronCurvature.cost(profile, None), DiagCurvature.cost(profile, None)
-        sides = Sides.of(profile)
+        sides = SideCosts.from_profile(profile)
         bases = sides.squares * DOUBLE
         unfolded = sides.squares - sides.bases  # of thin sides, whose bases have all their vectors here
         between = kron.fitted + 2 * bases  # with the factors' own decomposition
@@ -255,10 +255,12 @@ class _Factors(SumPass[KronCurvature]):
 
     def finish(self) -> DataPass:
         kron = self._read().kept()
-        return _Correction(self.engine, KronCurvature(kron.parts), eigenbases(kron))  # without its decomposition
+        return _DiagonalInEigenbases(
+            self.engine, KronCurvature(kron.parts), eigenbases(kron)
+        )  # without its decomposition
 
 
-class _Correction(Correction):
+class _DiagonalInEigenbases(Correction):
     """The second reading: the diagonal in the eigenbases."""
 
     def __init__(

@@ -25,7 +25,7 @@ from laplace.structures import linalg
 # of Y's range in a second one. Within the range of Q everything is then known: QᵀAQ, of width w instead of n.
 
 
-class Draws:
+class GaussianProbes:
     """Standard normal vectors [Halko et al., 2011, algorithm 4.1], or the identity where those would be no fewer."""
 
     def __init__(self, width: int, seed: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Ranges:
     bases: dict[str, Tensor]  # Q by key, `[G, n, w]`
 
     @classmethod
-    def of(cls, products: dict[str, Tensor]) -> Ranges:
+    def from_products(cls, products: dict[str, Tensor]) -> Ranges:
         """The ranges of Y by key, `[G, n, w]` or `[E, G, n, w]`, of which the sum over E counts."""
         with kept_for_later():
             return cls({key: _orthonormal(value) for key, value in products.items()})
@@ -74,7 +74,7 @@ def _orthonormal(products: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class FactorSide:
     """One side of Kronecker factors as U M_e Uᵀ, positive semi-definite, of low rank."""
 
     basis: Tensor  # U, orthonormal columns `[G, n, r]`: eigenvectors of the sum of the terms
@@ -86,12 +86,12 @@ class Side:
         return widened(self.cores).diagonal(dim1=-2, dim2=-1).clamp(min=0)
 
     @classmethod
-    def of(cls, basis: Tensor, products: Tensor, rank: int) -> Side:
+    def from_products(cls, basis: Tensor, products: Tensor, rank: int) -> FactorSide:
         """Dominant part within Q `[G, n, w]`, from A_e Q `[E, G, n, w]` [Halko et al., 2011, algorithm 5.3]."""
         products = products if products.ndim == 4 else products.unsqueeze(0)
         return cls._truncated(basis, widened(basis).mT @ widened(products), rank)
 
-    def added(self, other: Side) -> Side:
+    def added(self, other: FactorSide) -> FactorSide:
         """The dominant part of the sum of two sides, of as many vectors as the wider one has."""
         rank = max(self.basis.shape[-1], other.basis.shape[-1])
         stacked, triangular = torch.linalg.qr(widened(torch.cat([self.basis, other.basis], -1)))
@@ -100,7 +100,7 @@ class Side:
         return self._truncated(stacked.to(self.basis), cores, rank)
 
     @classmethod
-    def _truncated(cls, basis: Tensor, cores: Tensor, rank: int) -> Side:
+    def _truncated(cls, basis: Tensor, cores: Tensor, rank: int) -> FactorSide:
         """The eigenvectors of Σ_e M_e with the largest eigenvalues; `cores` in float64."""
         cores = 0.5 * (cores + cores.mT)
         vectors = linalg.eigh(_without_ties(cores.sum(0), basis.dtype))[1].flip(-1)[..., :rank]  # the largest first
@@ -306,7 +306,9 @@ def none(size: int, like: Tensor) -> Columns:
     return Columns(like.new_zeros(0, size), like.new_zeros(0, 1), like.new_zeros(1, 0))
 
 
-def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, positions: float, rank: int) -> Columns:
+def columns_of(
+    block: KronBlock, output: FactorSide, inputs: FactorSide | Tensor | None, positions: float, rank: int
+) -> Columns:
     """The columns of a Kronecker-factored block with the largest eigenvalues, float64 [Redux, appendix B, columns].
 
     `inputs` are counts `[V]` of an embedding, and None of a bias.
@@ -317,7 +319,7 @@ def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, pos
 
 
 def corrected_columns_of(
-    block: KronBlock, output: Side, inputs: Side | Tensor | None, corrected: Tensor, rank: int
+    block: KronBlock, output: FactorSide, inputs: FactorSide | Tensor | None, corrected: Tensor, rank: int
 ) -> Columns:
     """The columns with the largest corrected eigenvalues λ* `[E, G, r_in, r_out]` of all products, float64."""
     return _largest(block, output, inputs, widened(corrected).clamp(min=0), rank)
@@ -325,8 +327,8 @@ def corrected_columns_of(
 
 def _largest(
     block: KronBlock,
-    output: Side,
-    inputs: Side | Tensor | None,
+    output: FactorSide,
+    inputs: FactorSide | Tensor | None,
     values: Tensor,
     rank: int,
     rows: Tensor | None = None,
@@ -355,21 +357,21 @@ def _first_of(values: Tensor, count: int, rounding: float) -> Tensor:
     return level.argsort(descending=True, stable=True)[:count]
 
 
-def _input_values(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor | None, Tensor]:
+def _input_values(inputs: FactorSide | Tensor | None, output: FactorSide, rank: int) -> tuple[Tensor | None, Tensor]:
     """Eigenvalues `[1, G, r]` of the input side; of counts the largest, with their rows `[r]`."""
     if inputs is None:
         return None, output.basis.new_ones(1, len(output.basis), 1, dtype=wide_dtype(output.basis.device))
-    if isinstance(inputs, Side):
+    if isinstance(inputs, FactorSide):
         return None, inputs.values
     counts = widened(inputs)
     rows = counts.argsort(descending=True, stable=True)[:rank]
     return rows, counts[rows].reshape(1, 1, -1)
 
 
-def _input_vectors(inputs: Side | Tensor | None, group: Tensor, at: Tensor) -> Tensor:
+def _input_vectors(inputs: FactorSide | Tensor | None, group: Tensor, at: Tensor) -> Tensor:
     """Vectors `[K, n]` of the input side: of a group, and by their number in it."""
     if inputs is None:
         return torch.ones_like(at).unsqueeze(1)
-    if isinstance(inputs, Side):
+    if isinstance(inputs, FactorSide):
         return widened(inputs.basis).mT[group, at]
     return torch.nn.functional.one_hot(at, len(inputs))

@@ -260,7 +260,7 @@ class TraceLog:
     standard_error: Tensor  # Of the mean over probes, float64; NaN of one probe
 
     @classmethod
-    def of(cls, solutions: Sequence[Solution]) -> TraceLog:
+    def from_solutions(cls, solutions: Sequence[Solution]) -> TraceLog:
         """From solutions of P u = M^−½ z for probes z, in blocks."""
         forms = torch.cat([_forms(solution) for solution in solutions])
         return cls(forms.mean(), forms.std() / len(forms) ** 0.5)

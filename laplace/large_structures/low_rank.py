@@ -177,7 +177,7 @@ class LowRankPrecision(Precision):
     # Predictions.
 
     @cached_property
-    def _solved(self) -> _Solved:
+    def _solved(self) -> _SolvedInside:
         """The inside of the subspace, with the graph that leads to weights and prior."""
         core, delta = self.subspace.core(self.weights), widened(self.prior.precision)
         if self.prior.is_scalar and self.subspace.is_orthonormal:
@@ -189,7 +189,7 @@ class LowRankPrecision(Precision):
             inside = root.T @ core @ root
             values, vectors = eigen.eigh(inside.detach())
             rotation = torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
-        return _Solved(inside, self._checked(values), vectors, rotation)
+        return _SolvedInside(inside, self._checked(values), vectors, rotation)
 
     @cached_property
     def _deviations(self) -> Tensor:
@@ -202,7 +202,9 @@ class LowRankPrecision(Precision):
         solved, diagonal = self._solved, form == "diagonal"
         wanted = jacobian.summed_in(self._dtype)
         dtype = wide_dtype(self._deviations.device) if self._cancels else wanted
-        moments = _Moments.of(jacobian, self.subspace.basis, solved.rotation, self._deviations.to(dtype), diagonal)
+        moments = _OutsideVariances.from_jacobian(
+            jacobian, self.subspace.basis, solved.rotation, self._deviations.to(dtype), diagonal
+        )
         return (moments.reduced(solved.thetas) + solved.moved(moments.z, diagonal=diagonal)).to(wanted)
 
     @cached_property
@@ -250,7 +252,7 @@ class LowRankPrecision(Precision):
 
 
 @dataclass(frozen=True, eq=False)
-class _Solved:
+class _SolvedInside:
     """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64; θ and W are constants."""
 
     inside: Tensor  # S, `[r, r]`, with the graph that leads to weights and prior
@@ -294,7 +296,7 @@ def _outside(rows: Tensor, z: Tensor, basis: Tensor, rotation: Tensor, deviation
 
 
 @dataclass(frozen=True, eq=False)
-class _Moments:
+class _OutsideVariances:
     """What the prior leaves of variances outside of the subspace, and the outputs' coordinates in it."""
 
     prior: Tensor  # J D⁻¹ Jᵀ, `[B, C, C]`, or its diagonals `[B, C]`
@@ -302,7 +304,9 @@ class _Moments:
     exact: Callable[[], Tensor]  # J D^(−1/2) (I − Z Zᵀ) squared, as `prior`: without a difference, and by dense rows
 
     @classmethod
-    def of(cls, jacobian: Jacobian, basis: Tensor, rotation: Tensor, deviations: Tensor, diagonal: bool) -> _Moments:
+    def from_jacobian(
+        cls, jacobian: Jacobian, basis: Tensor, rotation: Tensor, deviations: Tensor, diagonal: bool
+    ) -> _OutsideVariances:
         """From the blocks of a Jacobian, in the dtype of the prior's deviations `[P]`."""
         sizes, dtype = [block.size for block in jacobian.blocks], deviations.dtype
         cast, rows, parts = jacobian.cast(dtype), basis.split(sizes, 1), deviations.square().split(sizes)
@@ -326,9 +330,9 @@ class _Moments:
 
         return cls(prior, z, exact)
 
-    def scaled(self, delta: Tensor) -> _Moments:
+    def scaled(self, delta: Tensor) -> _OutsideVariances:
         """Those of another scalar prior, from those of δ = 1."""
-        return _Moments(self.prior / delta, self.z / delta.sqrt(), lambda: self._exact / delta)
+        return _OutsideVariances(self.prior / delta, self.z / delta.sqrt(), lambda: self._exact / delta)
 
     @cached_property
     def _exact(self) -> Tensor:
@@ -363,7 +367,7 @@ class LowRankScan(VariancesOverPriors):
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
         values, vectors = eigen.eigh(self.subspace.core(self.weights))
         ones = values.new_ones(self.subspace.basis.shape[1])
-        unit = _Moments.of(jacobian, self.subspace.basis, vectors.T, ones, diagonal)
+        unit = _OutsideVariances.from_jacobian(jacobian, self.subspace.basis, vectors.T, ones, diagonal)
         dtype = self.weights.dtype
 
         def at(delta: Tensor) -> Tensor:
@@ -481,7 +485,7 @@ class LowRankCurvature(Curvature):
             )
         wanted = _FIRST_RANK if options.is_share else int(options.rank)
         generator = torch.Generator().manual_seed(options.seed)
-        return _Reading.starting(engine, options, generator, wanted + options.oversampling)
+        return _BasisPass.starting(engine, options, generator, wanted + options.oversampling)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -581,7 +585,7 @@ def _basis_of(rows: Tensor) -> Tensor:
     return basis[basis.square().sum(1) > 0]
 
 
-class _Reading(DataPass):
+class _BasisPass(DataPass):
     """One product H Q with all columns of the basis, summed over the data [Halko et al., 2011, algorithm 4.4]."""
 
     def __init__(
@@ -612,7 +616,7 @@ class _Reading(DataPass):
         width: int,
         known: Tensor | None = None,
         trace: Tensor | None = None,
-    ) -> _Reading:
+    ) -> _BasisPass:
         """From random directions beside the known ones `[E, l, P]`; a block as wide as the space is the space."""
         n_params = engine.problem.layout.n_params
         device = engine.problem.device
@@ -664,7 +668,7 @@ class _Reading(DataPass):
             del basis
             for rows in products:
                 subspace.orthonormalise_(rows)
-            return _Reading(self.engine, self.options, self.generator, products, self.left - 1, self.trace)
+            return _BasisPass(self.engine, self.options, self.generator, products, self.left - 1, self.trace)
         if len(basis) < len(products):
             basis = basis.expand(len(products), -1, -1).clone()
         pairs = [subspace.rayleigh_ritz_(q, product) for q, product in zip(basis, products, strict=True)]

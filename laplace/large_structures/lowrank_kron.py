@@ -45,18 +45,18 @@ from laplace.large_structures import kronecker_eigenvectors
 from laplace.large_structures.ekfac import Correction
 from laplace.large_structures.kronecker_eigenvectors import (
     Columns,
-    Draws,
+    FactorSide,
+    GaussianProbes,
     Ranges,
-    Side,
     columns_of,
     corrected_columns_of,
     pair_bytes,
 )
 from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, keeps_last, linked, require_finite, those_known
-from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
+from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.log_det import Pairs, log_det_ratio
+from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
 from laplace.structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
 
@@ -68,7 +68,7 @@ from laplace.structures.woodbury import cancels, products, shrinkage, shrinkage_
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class TensorCandidates:
     """The candidates of one tensor."""
 
     basis: ProductBasis | None  # Vectors of both sides; None of a tensor without factors, which has no candidates
@@ -89,7 +89,7 @@ class Grid:
         table = values.unflatten(1, self.basis.shape_in_basis)
         return table.mT if self.basis.output_first else table
 
-    def carried(self, table: Tensor, to: Grid) -> Tensor:
+    def carried(self, table: Tensor, to: TensorCandidates) -> Tensor:
         """Diagonal of Vᵀ U diag(λ*) Uᵀ V in other candidates V, Σ_i (v_j · u_i)² λ*_i; both as tables."""
         if self.basis is None or to.basis is None:
             return table
@@ -117,7 +117,7 @@ _ROUNDING = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorCurvature:
     """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms."""
 
     columns: Columns  # U
@@ -126,7 +126,9 @@ class Part:
     rest: Tensor  # D, `[p]`
 
     @classmethod
-    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype, summed: torch.dtype) -> Part:
+    def from_columns(
+        cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype, summed: torch.dtype
+    ) -> TensorCurvature:
         """S and D in a dtype, from columns and the exact diagonal `[p]` of terms [Redux, appendix B, with diagonal].
 
         `summed` is the dtype in which the diagonal was summed, to whose rounding D is known.
@@ -150,7 +152,7 @@ class Part:
         return len(self.rest)
 
 
-def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
+def log_det_inside(parts: Sequence[TensorCurvature], ratios: Sequence[Tensor]) -> Tensor:
     """Σ log det K over tensors for their c `[1]` or `[p]`, 0-dim, float64, differentiable in ratios and parts."""
     pairs = [(part, widened(ratio)) for part, ratio in zip(parts, ratios, strict=True) if len(part.columns)]
     if not pairs:
@@ -166,7 +168,7 @@ class _LogDetInside(torch.autograd.Function):
     """The sum and its slope in every ratio; where its gradient is to have a graph, that is the graph of the slopes."""
 
     @staticmethod
-    def forward(ctx: Any, ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ratios: Tensor, parts: Sequence[TensorCurvature]) -> tuple[Tensor, Tensor]:
         ctx.parts = parts
         value, slopes = _value_and_slopes(ratios, parts)
         ctx.save_for_backward(ratios, slopes)
@@ -181,7 +183,7 @@ class _LogDetInside(torch.autograd.Function):
         return gradients[0] * slopes, None
 
 
-def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+def _value_and_slopes(ratios: Tensor, parts: Sequence[TensorCurvature]) -> tuple[Tensor, Tensor]:
     """Σ log det K, 0-dim, and d log det K / dc of every tensor, `[n]`, for c `[n]`."""
     grams = [part.columns.gram_of(partial(_weights, part, c)) for part, c in zip(parts, ratios.unbind(), strict=True)]
     inside, slopes = _inside(parts, grams).unbind(1)
@@ -189,7 +191,7 @@ def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Te
     return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
 
 
-def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
+def _weights(part: TensorCurvature, ratio: Tensor, at: slice) -> Tensor:
     """S² A and S² A² of some entries of a tensor, `[2, n]`, for one c, float64.
 
     They are rounded to the curvature's dtype, as S and D are: log det K is moved by no more than that for a column.
@@ -200,12 +202,12 @@ def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
     return widened(torch.stack([weights, weights * damping]))
 
 
-def _damped(part: Part, ratios: Tensor) -> Tensor:
+def _damped(part: TensorCurvature, ratios: Tensor) -> Tensor:
     """S² A of the entries of a tensor, `[p]`, for c in as many dimensions, or one."""
     return widened(part.scaling).square() / (1 + ratios * widened(part.rest))
 
 
-def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
+def _inside(parts: Sequence[TensorCurvature], grams: Sequence[Tensor]) -> Tensor:
     """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor, from its m Grams `[m, k, k]`, in one size by zeros, `[n, m, K, K]`."""
     rank = max(len(part.columns) for part in parts)
     roots = torch.stack([pad(part.values.sqrt(), (0, rank - len(part.values))) for part in parts])
@@ -238,10 +240,10 @@ def _cholesky(inside: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Solved:
+class _SolvedTensor:
     """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64."""
 
-    part: Part  # Its curvature
+    part: TensorCurvature  # Its curvature
     inverse: Tensor  # B⁻¹, `[p]`
     roots: Tensor  # √(s Λ), `[K]`
     factor: Tensor  # Cholesky factor of K, `[K, K]`
@@ -326,10 +328,10 @@ class _Solved:
 class LowRankKronPrecision(Precision):
     """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal."""
 
-    parts: tuple[Part, ...]  # Unit curvature of every tensor, for weights with a mean of 1
+    parts: tuple[TensorCurvature, ...]  # Unit curvature of every tensor, for weights with a mean of 1
     weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
     prior: GaussianPrior  # δ
-    pairs: Pairs | None = None  # D of all tensors for log determinants, where no hyper-parameter changes it
+    pairs: EigenvaluePairs | None = None  # D of all tensors for log determinants, where no hyper-parameter changes it
 
     @property
     def _scale(self) -> Tensor:
@@ -366,7 +368,7 @@ class LowRankKronPrecision(Precision):
         powers = [solved.power(piece, exponent) for solved, piece in zip(self._solved, pieces, strict=True)]
         return torch.cat(powers, -1).to(vectors.dtype)
 
-    def _curved(self, part: Part, vectors: Tensor) -> Tensor:
+    def _curved(self, part: TensorCurvature, vectors: Tensor) -> Tensor:
         """S (S U Λ Uᵀ S + D) v of vectors `[..., p]`, float64."""
         inside = part.columns.inside(vectors * part.scaling) * part.values
         return self._scale * (part.columns.combined(inside) * part.scaling + vectors * part.rest)
@@ -376,22 +378,22 @@ class LowRankKronPrecision(Precision):
         dense = torch.block_diag(*blocks) + torch.diag(self._scale * self._rest + self.prior.diagonal())
         return dense.to(self.prior.precision.dtype)
 
-    def _dense_block(self, part: Part) -> Tensor:
+    def _dense_block(self, part: TensorCurvature) -> Tensor:
         eye = torch.eye(len(part.columns), dtype=wide_dtype(part.rest.device), device=part.rest.device)
         rows = part.columns.combined(eye) * part.scaling
         return self._scale * (rows.T * part.values) @ rows
 
     @cached_property
-    def _solved(self) -> tuple[_Solved, ...]:
+    def _solved(self) -> tuple[_SolvedTensor, ...]:
         return tuple(self._solve(part, delta) for part, delta in zip(self.parts, self.prior.per_block(), strict=True))
 
-    def _solve(self, part: Part, delta: Tensor) -> _Solved:
+    def _solve(self, part: TensorCurvature, delta: Tensor) -> _SolvedTensor:
         inverse = (1 / (widened(self._scale) * widened(part.rest) + widened(delta))).expand(part.size)
         roots = (widened(self._scale) * part.values).sqrt()
         if not len(roots):
-            return _Solved(part, inverse, roots, inverse.new_zeros(0, 0))
+            return _SolvedTensor(part, inverse, roots, inverse.new_zeros(0, 0))
         gram = part.columns.gram(widened(part.scaling).square() * inverse)
-        return _Solved(part, inverse, roots, _cholesky(roots.unsqueeze(1) * gram * roots))
+        return _SolvedTensor(part, inverse, roots, _cholesky(roots.unsqueeze(1) * gram * roots))
 
     def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
         if form == "joint":
@@ -461,7 +463,7 @@ class LowRankKronOptions:
 
 def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
     """Memory of a fit, whose sums are in float64, and of predictions."""
-    diag, sides, wide = DiagCurvature.cost(profile, None), Sides.of(profile), DOUBLE // profile.itemsize
+    diag, sides, wide = DiagCurvature.cost(profile, None), SideCosts.from_profile(profile), DOUBLE // profile.itemsize
     sketch = 2 * sides.columns(options.width) * DOUBLE  # random vectors, and their products
     gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
     candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
@@ -508,7 +510,7 @@ class LowRankKronCurvature(Curvature):
 
     diagonal: Tensor  # The exact diagonal, `[E, P]`
     blocks: tuple[KronBlock, ...]  # What the sides mean, one per tensor
-    sides: dict[str, Side]  # Low-rank sides by key
+    sides: dict[str, FactorSide]  # Low-rank sides by key
     factors: dict[str, Tensor]  # Counts of the rows of embeddings, and numbers of positions, by key
     rank: int  # k
     # Corrected eigenvalues of every tensor's candidates, `[E, G, r_in, r_out]`, none of a tensor without factors;
@@ -524,7 +526,7 @@ class LowRankKronCurvature(Curvature):
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return _Reading(engine, options)
+        return _ProbePass(engine, options)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -549,9 +551,11 @@ class LowRankKronCurvature(Curvature):
         return replace(both, corrected=tuple(_sum(a, b) for a, b in zip(mine, theirs, strict=True)))
 
     @property
-    def grids(self) -> tuple[Grid, ...]:
+    def grids(self) -> tuple[TensorCandidates, ...]:
         """The candidates of every tensor."""
-        return tuple(Grid(self._candidates(block) if block.kind == "kron" else None) for block in self.blocks)
+        return tuple(
+            TensorCandidates(self._candidates(block) if block.kind == "kron" else None) for block in self.blocks
+        )
 
     def _candidates(self, block: KronBlock) -> ProductBasis:
         output, key = self.sides[block.output].basis, block.input
@@ -590,23 +594,23 @@ class LowRankKronCurvature(Curvature):
         return LowRankKronPrecision(self.parts(weights), weights, prior, rest)
 
     @keeps_last
-    def _rest(self, dtype: torch.dtype) -> Pairs:
+    def _rest(self, dtype: torch.dtype) -> EigenvaluePairs:
         """D of all tensors, of which no terms are weighted, in the dtype of a posterior."""
-        return Pairs(partial(self._rests, dtype), tuple(block.size for block in self.blocks))
+        return EigenvaluePairs(partial(self._rests, dtype), tuple(block.size for block in self.blocks))
 
     def _rests(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([part.rest for part in self.parts(self.diagonal.new_ones(1, dtype=dtype))])
 
-    def parts(self, weights: Tensor) -> tuple[Part, ...]:
+    def parts(self, weights: Tensor) -> tuple[TensorCurvature, ...]:
         """S, U, Λ and D of every tensor, for weights with a mean of 1: once per fit, unless terms are weighted."""
         return self._parts(torch.ones_like(weights) if self.n_terms == 1 else weights / weights.mean())
 
     @keeps_last
-    def _parts(self, weights: Tensor) -> tuple[Part, ...]:
+    def _parts(self, weights: Tensor) -> tuple[TensorCurvature, ...]:
         sizes = [block.size for block in self.blocks]
         diagonals = (widened(weights) @ widened(self.diagonal)).split(sizes)
         return tuple(
-            Part.of(columns, diagonal, weights, weights.dtype, self.diagonal.dtype)
+            TensorCurvature.from_columns(columns, diagonal, weights, weights.dtype, self.diagonal.dtype)
             for columns, diagonal in zip(self.columns, diagonals, strict=True)
         )
 
@@ -681,7 +685,7 @@ def _form(block: KronBlock, columns: Columns, kind: str) -> str:
     return f"{len(columns)} {kind} and the exact diagonal" if len(columns) else "exact diagonal"
 
 
-def _added(a: Side | None, b: Side | None) -> Side | None:
+def _added(a: FactorSide | None, b: FactorSide | None) -> FactorSide | None:
     if a is None or b is None:
         return b if a is None else a
     return a.added(b)
@@ -694,7 +698,7 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
-class _Reading(DataPass):
+class _ProbePass(DataPass):
     """Products of the factors with a probe.
 
     A first reading takes random vectors, and sums the exact diagonal; a second one the ranges that these showed, in
@@ -711,7 +715,7 @@ class _Reading(DataPass):
         self.engine = engine
         self.chosen = options
         self.ranges = ranges  # None in the first reading
-        self.probe: Probe = ranges or Draws(options.width, options.seed, engine.problem.device)
+        self.probe: Probe = ranges or GaussianProbes(options.width, options.seed, engine.problem.device)
         self.diagonal = diagonal  # The exact diagonal, or its sum so far
         self.products: KronParts | None = None
 
@@ -748,15 +752,17 @@ class _Reading(DataPass):
         parts, diagonal = self._read()
         products = {key: product for key, product in parts.factors.items() if product.ndim >= 3}
         if self.ranges is None:
-            return _Reading(self.engine, self.chosen, Ranges.of(products), diagonal)
+            return _ProbePass(self.engine, self.chosen, Ranges.from_products(products), diagonal)
         bases = {key: self.ranges(key, *product.shape[-3:-1]) for key, product in products.items()}
-        sides = {key: Side.of(bases[key], product, self.chosen.held) for key, product in products.items()}
+        sides = {
+            key: FactorSide.from_products(bases[key], product, self.chosen.held) for key, product in products.items()
+        }
         factors = {key: product for key, product in parts.factors.items() if key not in products}
         curvature = LowRankKronCurvature(diagonal, parts.blocks, sides, factors, self.chosen.rank)
-        return _Correction(self.engine, curvature) if self.chosen.corrected else curvature
+        return _ExactDiagonal(self.engine, curvature) if self.chosen.corrected else curvature
 
 
-class _Correction(Correction):
+class _ExactDiagonal(Correction):
     """The third reading: the exact diagonal in the candidates."""
 
     def __init__(

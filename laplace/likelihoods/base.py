@@ -331,7 +331,7 @@ class Observed:
         given = given.amax(1) if given.ndim > 1 else given  # an input is there for every entry
         return widened(given) if own is None else widened(own) * given
 
-    def at(self, rows: Tensor | None) -> Observed:
+    def select(self, rows: Tensor | None) -> Observed:
         """The targets of some rows, indices `[n]`; None for all."""
         if rows is None:
             return self

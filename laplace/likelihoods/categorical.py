@@ -337,7 +337,7 @@ class PreferenceTarget(ClassTarget):
 
     labels_vary = False
 
-    def of(self, rows: Prediction) -> Target:
+    def with_outputs(self, rows: Prediction) -> Target:
         return RewardTarget() if rows.latent_mean.shape[1] == 1 else self
 
 

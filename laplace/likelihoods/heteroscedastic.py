@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from laplace.core.random_numbers import standard_normal
 from laplace.likelihoods.base import OutputHessian
-from laplace.likelihoods.pairs import NoisyRealTarget, PairLikelihood, Pairs, exact_places
+from laplace.likelihoods.pairs import GaussianPairs, NoisyRealTarget, PairLikelihood, exact_places
 from laplace.likelihoods.targets import Points, TargetMoments
 
 _EXPONENTIAL = -40.0
@@ -25,7 +25,7 @@ _EXPONENTIAL = -40.0
 
 
 @dataclass(frozen=True, eq=False)
-class NaturalPairs(Pairs):
+class NaturalPairs(GaussianPairs):
     """Pairs (η, s): y given both is N(η / λ(s), 1 / λ(s))."""
 
     def standardised(self, s: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,13 @@ import torch
 from torch import Generator, Tensor
 
 from laplace.core.checks import is_true
-from laplace.core.gaussian import Gaussian, against_others, centred, centred_variance, centred_variance_of_independent
+from laplace.core.gaussian import (
+    GaussianOutputs,
+    against_others,
+    centred,
+    centred_variance,
+    centred_variance_of_independent,
+)
 from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.registry import Registry
@@ -83,7 +89,7 @@ def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax
     For the sigmoid this is MacKay's (1992) approximation of ∫ σ(f) N(f; μ, v) df [Redux, appendix B, probit]; for
     softmax its multi-class extension (Gibbs, 1997) [Redux, appendix B, probit of classes] [Mixtures, eq. 6].
     """
-    variance = Gaussian(mean, covariance).variance.clamp(min=0)
+    variance = GaussianOutputs(mean, covariance).variance.clamp(min=0)
     return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
 
 
@@ -95,7 +101,7 @@ def probit_centred(mean: Tensor, covariance: Tensor, inverse_link: InverseLink =
     Softmax ignores a shift of all latents, and so does this: 11ᵀ added to Σ changes nothing, while `probit` counts it
     as doubt. The shift is 12 to 62 % of the variance of a softmax regression, whose curvature knows nothing of it.
     """
-    of_variances = Gaussian(mean, covariance).is_diagonal
+    of_variances = GaussianOutputs(mean, covariance).is_diagonal
     variance = centred_variance_of_independent(covariance) if of_variances else centred_variance(covariance)
     return probit(centred(mean), against_others(variance), inverse_link)
 
@@ -112,7 +118,7 @@ def monte_carlo(
     It estimates ∫ inverse_link(f) N(f; μ, Σ) df [Redux, appendix eq. 13] [Mixtures, eq. 5].
     """
     largest = torch.finfo(mean.dtype).max
-    gaussian = Gaussian(mean, covariance)
+    gaussian = GaussianOutputs(mean, covariance)
     return gaussian.average(lambda f: inverse_link(f.clamp(-largest, largest)), n_samples, generator)
 
 
@@ -127,7 +133,7 @@ def delta(mean: Tensor, covariance: Tensor) -> Tensor:
     correction is then scaled down, by one factor per row, to the last point at which none is, and a warning says so.
     """
     p = torch.softmax(widened(mean), 1)
-    gaussian = Gaussian(mean, covariance)
+    gaussian = GaussianOutputs(mean, covariance)
     # In units of the largest variance nothing overflows.
     unit = widened(gaussian.variance.detach().abs().amax(1, keepdim=True))
     unit = unit.clamp(min=1e-300 ** exponent_share(unit.dtype))
@@ -154,7 +160,7 @@ def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLin
         second = torch.zeros_like(leaf)
         if first.requires_grad:
             (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=keeps_graph)
-    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance.to(mean)
+    return inverse_link(mean) + 0.5 * second * GaussianOutputs(mean, covariance).variance.to(mean)
 
 
 def probabilities_within(values: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
     conditioning exhausts, acts like a small multiple of the identity. Likewise t below the rounding of its
     sum counts as zero: such a Gaussian is conditioned already.
     """
-    gaussian = Gaussian(mean, covariance)
+    gaussian = GaussianOutputs(mean, covariance)
     n_classes = mean.shape[1]
     if n_classes < 2:
         raise InvalidArgument("The Laplace bridge needs at least 2 outputs, 1 was given: use link_approx='probit'.")

@@ -14,12 +14,12 @@ from torch import Generator, Tensor, distributions
 
 from laplace.core.random_numbers import standard_normal
 from laplace.likelihoods.base import OutputHessian
-from laplace.likelihoods.pairs import NoisyRealTarget, PairLikelihood, Pairs
+from laplace.likelihoods.pairs import GaussianPairs, NoisyRealTarget, PairLikelihood
 from laplace.likelihoods.targets import TargetMoments
 
 
 @dataclass(frozen=True, eq=False)
-class LogVariancePairs(Pairs):
+class LogVariancePairs(GaussianPairs):
     """Pairs (m, l): y given both is N(m, exp(l))."""
 
     def standardised(self, s: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Targets with a noise of their own: y given (a, s), an output that decides the mean and one that decides the noise.
 
-What a parametrisation says of y given s is a subclass of `Pairs`. Densities, distribution functions and quantiles of y
-follow by quadrature over s, given which y is Gaussian. Moments do not always say anything: 1/λ(s) grows exponentially
-as s falls, so that under a wide Gaussian over s they are those of values of s that never occur, or no float holds them.
+What a parametrisation says of y given s is a subclass of `GaussianPairs`. Densities, distribution functions and
+quantiles of y follow by quadrature over s, given which y is Gaussian. Moments do not always say anything: 1/λ(s) grows
+exponentially as s falls, so that under a wide Gaussian over s they are those of values of s that never occur, or no
+float holds them.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ _UNIT = 1e-30
 """Size of y above which quantiles are looked for on a logarithmic scale."""
 
 
-P = TypeVar("P", bound="Pairs")
+P = TypeVar("P", bound="GaussianPairs")
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs(ABC):
+class GaussianPairs(ABC):
     """Gaussians over pairs (a, s), `[..., C]` each, in float64: s, and a given s, which is N(a(s), r).
 
     Attributes:
@@ -73,7 +74,7 @@ class Pairs(ABC):
     rest: Tensor
 
     @classmethod
-    def of(cls: type[P], mean: Tensor, covariance: Tensor) -> P:
+    def from_outputs(cls: type[P], mean: Tensor, covariance: Tensor) -> P:
         """Those of means `[..., 2C]` with covariances `[..., 2C, 2C]` or variances `[..., 2C]`."""
         first, s = widened(mean).chunk(2, -1)
         c, whole = first.shape[-1], covariance.ndim > mean.ndim
@@ -89,7 +90,7 @@ class Pairs(ABC):
         """a(s)."""
         return self.first + self.slope * (s - self.s)
 
-    def at(self: P, where: Tensor | slice) -> P:
+    def select(self: P, where: Tensor | slice) -> P:
         """Some pairs, `[n]`, of those that are flat."""
         return type(self)(*(part[where] for part in self._parts))
 
@@ -162,7 +163,7 @@ class Pairs(ABC):
 
     def quantiles(self, levels: tuple[float, ...], largest: float) -> list[Tensor]:
         """Places within ± `largest` below which y lies with these probabilities, `[R]` each, of flat pairs."""
-        parts = [self.at(slice(i, i + _ROWS)) for i in range(0, len(self.s), _ROWS)]
+        parts = [self.select(slice(i, i + _ROWS)) for i in range(0, len(self.s), _ROWS)]
         found = [part._quantiles(levels, largest) for part in parts]
         return [torch.cat(column) for column in zip(*found, strict=True)]
 
@@ -196,7 +197,7 @@ class Pairs(ABC):
         They do not where most of the second moment is that of s beyond `_UNSEEN` standard deviations, or where no
         number of the dtype holds them.
         """
-        return cls.of(mean, covariance)._shown(mean.dtype)
+        return cls.from_outputs(mean, covariance)._shown(mean.dtype)
 
     def _shown(self, dtype: torch.dtype) -> TargetMoments:
         known = self.moments()
@@ -208,7 +209,7 @@ class Pairs(ABC):
         if not bool(may.any()):
             return known
         unheld = unheld.clone()
-        unheld[may] |= self.flat.at(may.reshape(-1))._is_decided_by_tail()
+        unheld[may] |= self.flat.select(may.reshape(-1))._is_decided_by_tail()
         return self._robust(known, unheld, largest) if bool(unheld.any()) else known
 
     def _is_decided_by_tail(self) -> Tensor:
@@ -221,7 +222,7 @@ class Pairs(ABC):
         """The moments, and in some places median and spread."""
         where, flat = where.reshape(-1), self.flat
         index = where.nonzero().squeeze(1) if numbers_are_known() else torch.arange(len(where), device=where.device)
-        chosen = flat.at(index)
+        chosen = flat.select(index)
         low, middle, high = chosen.quantiles(_ONE_DEVIATION, largest)
         total = (0.5 * (high - low)).square()
         aleatoric = torch.minimum(chosen.noise(chosen.s), total)
@@ -246,7 +247,7 @@ class NoisyRealTarget(MomentTarget):
         pairs: What the outputs say of y.
     """
 
-    pairs: type[Pairs]
+    pairs: type[GaussianPairs]
 
     @property
     def scores(self) -> Mapping[str, Score]:
@@ -262,14 +263,14 @@ class NoisyRealTarget(MomentTarget):
         mean, covariance = pair_of(summary)
         if covariance.ndim == mean.ndim:
             return scores.gaussian_nll(mean, covariance, y)
-        return -self.pairs.of(mean, covariance).log_density(widened(y)).sum(-1).to(mean)
+        return -self.pairs.from_outputs(mean, covariance).log_density(widened(y)).sum(-1).to(mean)
 
     def below(self, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor | None:
         """P(Y_c ≤ y_c), by quadrature over s_c; without latents that of Gaussians."""
         mean, covariance = pair_of(summary)
         if covariance.ndim == mean.ndim:
             return super().below(summary, y, sigma)
-        return self.pairs.of(mean, covariance).below(widened(y))
+        return self.pairs.from_outputs(mean, covariance).below(widened(y))
 
     def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> tuple[Tensor, Tensor]:
         """E[y] and Var(y); for scores the latents with their covariances."""

@@ -17,7 +17,7 @@ from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution,
 from torch.special import digamma
 
 from laplace.core import scores
-from laplace.core.gaussian import Gaussian, mixture_of, normal_of, sample_moments
+from laplace.core.gaussian import GaussianOutputs, mixture_of, normal_of, sample_moments
 from laplace.core.positions import unrolled
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.random_numbers import another, global_numbers, standard_normal
@@ -173,7 +173,7 @@ def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decompositio
     return Decomposition(aleatoric, epistemic, class_entropy(mean), expected, mean).to(dtype)
 
 
-def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
+def of_gaussian(latent: GaussianOutputs, sigma_noise: Tensor) -> Decomposition:
     """Decomposition of real targets y = f + noise: σ² and the variance of f, and differential entropies.
 
     With V the covariance of f (of a datum, `[B, C, C]` or `[B, C]`) and N = diag(σ²): H(y) = ½ log det 2πe (V + N),
@@ -229,7 +229,7 @@ class Target:
         """Scores of predictions by name, besides the negative log likelihood, which every target has."""
         return {}
 
-    def of(self, rows: Prediction) -> Target:
+    def with_outputs(self, rows: Prediction) -> Target:
         """The target that these rows have: itself, unless it depends on their number of outputs."""
         return self
 
@@ -239,7 +239,7 @@ class Target:
         """Aleatoric and epistemic parts under one posterior."""
         self.refuse("decomposition", rows.likelihood)
 
-    def moments_under(self, latent: Gaussian, likelihood: Likelihood) -> TargetMoments:
+    def moments_under(self, latent: GaussianOutputs, likelihood: Likelihood) -> TargetMoments:
         """Moments of y, of targets whose prediction they are."""
         self.refuse("target_moments", likelihood)
 
@@ -597,7 +597,7 @@ def _samples(rows: PosteriorOutputs, observation_noise: bool) -> Tensor:
     return samples + rows.sigma_noise * standard_normal(tuple(samples.shape), samples, another(rows.draws()))
 
 
-def _of_rows(gaussian: Gaussian) -> Distribution:
+def _of_rows(gaussian: GaussianOutputs) -> Distribution:
     """Over the C outputs of each of B rows."""
     normal = normal_of(replace(gaussian, positions=()))
     return Independent(normal, 1) if isinstance(normal, Normal) else normal
@@ -722,7 +722,7 @@ class MomentTarget(SampledTarget):
             known.mean,
         )
 
-    def moments_under(self, latent: Gaussian, likelihood: Likelihood) -> TargetMoments:
+    def moments_under(self, latent: GaussianOutputs, likelihood: Likelihood) -> TargetMoments:
         return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)
 
     def reads_variances(self, likelihood: Likelihood, link: str, *, for_scores: bool = False) -> bool:

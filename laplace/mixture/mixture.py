@@ -423,7 +423,7 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
 def _recipe_of(la: ParametricLaplace) -> dict[str, Any]:
     """Class and arguments of one component; a call of its network that is known by name as its fields."""
-    own, call = Recipe.of(la), la.forward_fn
+    own, call = Recipe.from_object(la), la.forward_fn
     name = getattr(type(call), "saved_as", None)
     if name is None or name not in CALLS:
         return own.plain()

@@ -22,7 +22,7 @@ from laplace.core.arguments import came_from_inside
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidInputs, InvalidType, LaplaceError
-from laplace.network.model_guard import apart
+from laplace.network.model_guard import private_copy
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
@@ -64,7 +64,7 @@ def noticing_swap(model: nn.Module, forward_fn: ForwardFn | None, y: Tensor) -> 
         yield
     except InvalidInputs as error:
         try:
-            with apart(model, forward_fn) as own, torch.no_grad():
+            with private_copy(model, forward_fn) as own, torch.no_grad():
                 output = (forward_fn or batches.call)(own, y)
         except (*_FAILURES, LookupError, AttributeError) as second:
             if ran_out(second):

@@ -196,7 +196,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
+def private_copy(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
     """What to run for a network in a block of passes: a copy of its modules, in evaluation mode, that nobody else has.
 
     The network is not written to, and other threads may call it meanwhile, or fit it. Networks of which no copy can be
@@ -218,7 +218,7 @@ def apart(model: nn.Module, call: object = None) -> Iterator[nn.Module]:
             yield copied(model)
             return
         with _held(_locks_of(modules, new=True)):
-            state = _State(modules)
+            state = _ModuleState(modules)
             with surely(state.restore):
                 state.evaluate()
                 yield model
@@ -229,7 +229,7 @@ def users_own(model: nn.Module) -> Iterator[None]:
     """The network itself in evaluation mode, for foreign code that holds it; it is put back afterwards."""
     modules = modules_of(model)
     with _held(_locks_of(modules, new=True)), _same_numbers(model), _one_network(modules):
-        state = _State(modules)
+        state = _ModuleState(modules)
         with surely(state.restore):
             state.evaluate()
             yield
@@ -377,7 +377,7 @@ def is_alone() -> bool:
     return all(isinstance(thread, threading._DummyThread | tqdm.TMonitor) for thread in others)
 
 
-class Draws(TorchDispatchMode):
+class ThreadDraws(TorchDispatchMode):
     """A block that tells the global random numbers that this thread draws from those that others draw meanwhile.
 
     Attributes:
@@ -487,16 +487,16 @@ def own_draws() -> Iterator[None]:
     """A block in which this thread draws global random numbers, which are put back with the rest."""
     for block in _OPEN.blocks:
         block.compare()
-    draws = AS_IT_IS if is_alone() else Draws()
+    draws = AS_IT_IS if is_alone() else ThreadDraws()
     try:
         with draws:
             yield
     finally:
-        if isinstance(draws, Draws):
+        if isinstance(draws, ThreadDraws):
             draws.look()
         for block in _OPEN.blocks:
             block.left = torch.default_generator.get_state()
-            block.others_drew |= isinstance(draws, Draws) and draws.others_drew
+            block.others_drew |= isinstance(draws, ThreadDraws) and draws.others_drew
 
 
 def reading(loader: Iterable[T]) -> Iterator[T]:
@@ -530,7 +530,7 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
     """
     network, generators, alone = original(model), generators_of(model), is_alone()
     states = [generator.get_state() for generator in generators]
-    draws = Draws() if not alone and network not in _QUIET else None
+    draws = ThreadDraws() if not alone and network not in _QUIET else None
 
     def put_back() -> None:
         if not all(map(torch.equal, states, [generator.get_state() for generator in generators])):
@@ -548,7 +548,7 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _State:
+class _ModuleState:
     """State that modules must have after a call, their submodules apart.
 
     Args:

@@ -24,7 +24,7 @@ from laplace.core.memory import ran_out
 from laplace.core.pieces import operations_are_dear
 from laplace.core.progress import DataBar
 from laplace.errors import ApproximationWarning, warn
-from laplace.network.model_guard import apart, autograd_mode, reading
+from laplace.network.model_guard import autograd_mode, private_copy, reading
 
 IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
@@ -61,7 +61,7 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
     Moved are labels of a mapping alone, under the key by which the model takes its own, if its loss says so. The
     likelihood's rules know the label of the last position, which has no target, and if targets are columns.
     """
-    batch = batches.unweighed(batch)
+    batch = batches.without_weights(batch)
     x, y = batches.split(batch, dict_key_y)
     if x is batch and y.ndim == 1 and rules is not None and rules.numeric_targets:
         return x, y.unsqueeze(1)
@@ -77,11 +77,11 @@ def counted(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor] | None:
     """Inputs and targets of a batch, without ignored ones, on a device; None if there are none."""
-    data = weighed(batch, dict_key_y, device, rules, model)
+    data = weighted(batch, dict_key_y, device, rules, model)
     return None if data is None else data[:2]
 
 
-def weighed(
+def weighted(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module, *, all_count: bool = False
 ) -> tuple[Inputs, Tensor, Tensor | None] | None:
     """Inputs and targets of a batch, without ignored ones, with their weights; None if there are none.
@@ -94,7 +94,7 @@ def weighed(
     if keep is not None and keep.device != device:  # labels of the host, of which nobody waits for an answer
         keep = None if bool(keep.all()) else keep.to(device)
     x, y = batches.to_device(x, device), y.to(device)
-    if isinstance(batch, batches.Weighed):
+    if isinstance(batch, batches.WeightedBatch):
         weights = batch.weigh().to(device)
         counts = (weights > 0).flatten(1).any(1) if weights.ndim > 1 else weights > 0
         keep = counts if keep is None else keep & counts
@@ -184,7 +184,7 @@ def _asked(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
         value = _loss(own, datum, labels)
         return None if value is None else value.nan_to_num()  # a mean over no labels
 
-    with apart(model) as own, autograd_mode(), torch.no_grad():
+    with private_copy(model) as own, autograd_mode(), torch.no_grad():
         nothing = loss(0, IGNORED)
         if nothing is None:
             return None

@@ -27,14 +27,14 @@ from laplace.errors import ApproximationWarning, ModelChangedError, ModelChanged
 from laplace.network.apart import ATOMS, MOST, is_set
 from laplace.network.fsdp import full_tensor, has_sharded_weights, local_part, local_parts, reshard
 from laplace.network.model_guard import (
-    Draws,
-    apart,
+    ThreadDraws,
     autograd_mode,
     generators_of,
     hooks_fire,
     is_alone,
     model_lock,
     own_draws,
+    private_copy,
     same_numbers,
     same_random_state,
 )
@@ -67,7 +67,7 @@ class ReferenceOutputs:
     is_alone: bool = False  # True if the outputs at these data were the same beside others in the fit's batch
 
     @classmethod
-    def of(
+    def from_batch(
         cls, x: Inputs, outputs: Tensor, call: ForwardFn, written: Iterable[str] = (), *, is_alone: bool = False
     ) -> ReferenceOutputs:
         """A reference of inputs that are its own, and of outputs `[B, …]`."""
@@ -136,7 +136,7 @@ def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn, *, with_gradients: bool = False) -> Tensor:
     """Outputs in evaluation mode, `[B, …]`, by a pass that autograd records as it does those of a fit, or does not."""
-    with autograd_mode(), torch.set_grad_enabled(with_gradients), apart(model, call) as own:
+    with autograd_mode(), torch.set_grad_enabled(with_gradients), private_copy(model, call) as own:
         return batches.latent(call(own, _copied(x))).detach()
 
 
@@ -247,7 +247,7 @@ class DeterminismCheck:
             is_alone = beside and self._fitted is not None and self._same(self._fitted, outputs)
             if self._buffers and (self._depends or (beside and not is_alone)):
                 warn(_writing(self._buffers), ApproximationWarning)
-            self.reference = ReferenceOutputs.of(rows, outputs, self.call, self._written, is_alone=is_alone)
+            self.reference = ReferenceOutputs.from_batch(rows, outputs, self.call, self._written, is_alone=is_alone)
 
     def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor | None] | None:
         """The first data and the outputs there, or None if they are random.
@@ -305,7 +305,7 @@ class DeterminismCheck:
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
         if self._draws and not is_alone():  # which may have drawn meanwhile
-            with Draws() as drawing:
+            with ThreadDraws() as drawing:
                 self.call(model, _copied(x))
             self._draws = drawing.drew
         after = attributes_of(model)
@@ -437,7 +437,7 @@ class ModelState:
     settings: tuple[Any, ...] | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def from_model(cls, model: nn.Module) -> ModelState:
         """That of a model now."""
         with model_lock(model):
             modules = modules_of(model)
@@ -552,7 +552,7 @@ class Fingerprint:
     seen: Attributes | None = field(default=None, repr=False)
 
     @classmethod
-    def of(
+    def from_model(
         cls, model: nn.Module, reference: ReferenceOutputs | None = None, attributes: Mapping[str, str] | None = None
     ) -> Fingerprint:
         """The fingerprint of a model's present tensors, with digests at the fit if they are known from a state."""
@@ -561,7 +561,7 @@ class Fingerprint:
             if reference is not None:
                 known = {name: digest for name, digest in known.items() if name not in reference.written}
             places = _places(local_parts(_resting(model)))
-            return cls(places, ModelState.of(model), checksums(model), known, reference)
+            return cls(places, ModelState.from_model(model), checksums(model), known, reference)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with the present state.
@@ -573,7 +573,7 @@ class Fingerprint:
             ModelChangedWarning: There are no such data, and attributes differ.
         """
         with model_lock(model):
-            now, then = ModelState.of(model), self.state
+            now, then = ModelState.from_model(model), self.state
             if now.versions == then.versions and _comparable(now.norms, then.norms):
                 checks.require(_equal(now.norms, then.norms), lambda: self._change(model))  # which may be read later
                 now = replace(now, norms=then.norms)
@@ -589,7 +589,7 @@ class Fingerprint:
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
         """The fingerprint of the same model after it was moved."""
         reference = None if self.reference is None else self.reference.moved(model, device, dtype)
-        return Fingerprint.of(model, reference, self.attributes)
+        return Fingerprint.from_model(model, reference, self.attributes)
 
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled: no data."""

@@ -407,7 +407,7 @@ class Posterior:
 
     # Other posteriors.
 
-    def at(self, hypers: Hyperparameters) -> Posterior:
+    def at_hyperparameters(self, hypers: Hyperparameters) -> Posterior:
         """The posterior at other hyper-parameters, with their graph; this one at its own."""
         if hypers is self.hypers and self.root is None:
             return self
@@ -416,7 +416,7 @@ class Posterior:
     def assigned(self, **given: Given) -> Posterior:
         """The posterior at hyper-parameters as users give them, by name; a calibration, of the former ones, is gone."""
         hypers = assigned(self.hypers, self.likelihood, self.weights, **given)
-        return self.without_calibration(f"assigning {' and '.join(given)}").at(hypers)
+        return self.without_calibration(f"assigning {' and '.join(given)}").at_hyperparameters(hypers)
 
     def calibrated(self, calibration: Calibration | None) -> Posterior:
         """The posterior whose predictions a calibration changes; None for those of the posterior itself."""
@@ -491,7 +491,7 @@ class Posterior:
     ) -> Posterior:
         """The posterior of data, around the network's present weights."""
         mean = self.problem.mean().to(self.hypers.dtype)
-        watch = ModelWatch(Fingerprint.of(self.model, reference))
+        watch = ModelWatch(Fingerprint.from_model(self.model, reference))
         return replace(self, data=Fitted(source, mean, watch, content=content), root=None, cache=Cache(engine))
 
     def with_fit(self, fit: Fit) -> Posterior:

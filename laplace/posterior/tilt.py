@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import nested
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import Factor, ThinFactor, dense
 from laplace.errors import StateError, UnsupportedError
@@ -54,7 +54,7 @@ class Leverage:
     root: Tensor  # W, `[G, d, d]`
 
     @classmethod
-    def of(cls, layer: str, moments: Factor) -> Leverage | None:
+    def from_moments(cls, layer: str, moments: Factor) -> Leverage | None:
         """From A of every group, `[G, d, d]`; None without data, of inputs that are all zero, and of wide layers."""
         width = moments.width if isinstance(moments, ThinFactor) else moments.shape[-1]
         if width > WIDEST:
@@ -69,7 +69,7 @@ class Leverage:
             return None
         return cls(layer, torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False))
 
-    def at(self, inputs: Tensor) -> Tensor:
+    def mean_over_positions(self, inputs: Tensor) -> Tensor:
         """The mean over positions of inputs `[B, T, G, d]`, `[B]`."""
         root = self.root
         if root.shape[0] == 1:
@@ -123,7 +123,7 @@ class Tilt:
 
         A layer that the network did not call does not count.
         """
-        parts = [each.at(inputs[each.layer]) for each in self.leverages if each.layer in inputs]
+        parts = [each.mean_over_positions(inputs[each.layer]) for each in self.leverages if each.layer in inputs]
         if not parts:
             raise UnsupportedError(
                 f"the network called none of the layers {list(self.layers)}, by whose inputs its predictions are "
@@ -154,7 +154,7 @@ class Tilt:
             return None
         return self.excess(r)[:, None] * (sigma.to(r).square() / (1 + self.width)).reshape(1, -1)
 
-    def gaussian(self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: Gaussian) -> Gaussian:
+    def gaussian(self, likelihood: Likelihood, sigma: Tensor, r: Tensor, posterior: GaussianOutputs) -> GaussianOutputs:
         """The latents, from those of the posterior with its scaled covariance; between inputs it adds nothing."""
         covariance, n_outputs = posterior.covariance, posterior.mean.shape[1]
         own = self.variance(likelihood, sigma, r.to(covariance))

@@ -17,7 +17,7 @@ from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
-from laplace.core.gaussian import Gaussian, centred, sample_moments
+from laplace.core.gaussian import GaussianOutputs, centred, sample_moments
 from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import OutputChoice, OutputRows
@@ -50,7 +50,7 @@ class GaussianSource(ABC):
         """Mean of the latents, `[B, C]`, without their covariance."""
 
     @abstractmethod
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         """Gaussian of the latents; `form` is as of `linearised`, with `wide` to draw samples from."""
 
 
@@ -68,7 +68,7 @@ class SampleSource(ABC):
         """Samples of the latents, `[n, B, C]`."""
 
 
-def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> Gaussian:
+def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> GaussianOutputs:
     """The Gaussian with the moments of samples `[S, B, C]`, whose covariances are unbiased, in a form as below."""
     samples = drawn.values
     mean, covariance = sample_moments(samples)
@@ -85,7 +85,7 @@ def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> G
                 raise group_left_over(group_size, samples.shape[1] % n_rows)
             rows = steps.unflatten(1, (-1, n_rows)).flatten(2)
             covariance = torch.einsum("sbc,sbd->bcd", rows, rows) / (len(samples) - 1)
-    return _checked(Gaussian(mean, covariance, drawn.positions, drawn.outputs))
+    return _checked(GaussianOutputs(mean, covariance, drawn.positions, drawn.outputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class LinearisedOutputs(GaussianSource):
 
     def gaussian(
         self, form: str, *, wide: bool = False, noted: Callable[[Pieces], Pieces] = lambda pieces: pieces
-    ) -> Gaussian:
+    ) -> GaussianOutputs:
         """As of `GaussianSource`; `noted` is given the Jacobians and outputs, which it returns."""
         with checks.together():
             self.posterior.check_unchanged()
@@ -149,7 +149,7 @@ def linearised(
     choice: OutputChoice | None = None,
     group_size: int | None = None,
     noted: Callable[[Pieces], Pieces] = lambda pieces: pieces,
-) -> Gaussian:
+) -> GaussianOutputs:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent [Redux, appendix B, linearised outputs].
 
     The form of covariances is `"full"`, `[B, C, C]`, `"diagonal"`, `[B, C]`, or `"joint"`, `[B·C, B·C]`, of groups of n
@@ -167,14 +167,14 @@ def linearised(
 
 def gaussian_of(
     pieces: Pieces, precision: Precision, form: str, *, wide: bool = False, group_size: int | None = None
-) -> Gaussian:
+) -> GaussianOutputs:
     """The same of Jacobians with the means of the outputs."""
     if form == "joint" and group_size is None:
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
         require_room((rows.values.numel(),) * 2, rows.values)
         covariance = precision.variance(replace(joined(parts)[0], wide=wide), "joint")
-        return _checked(Gaussian(rows.values, covariance, rows.positions, rows.outputs))
+        return _checked(GaussianOutputs(rows.values, covariance, rows.positions, rows.outputs))
     if form == "joint" and group_size is not None:
         pieces = whole_groups(pieces, group_size)
     kind: Form = "diagonal" if form == "diagonal" else "full"
@@ -198,7 +198,7 @@ def gaussian_of(
     if not means:
         raise InvalidData("the inputs hold no data to predict.")
     rows = _together(means)
-    return _checked(Gaussian(rows.values, _joined(variances), rows.positions, rows.outputs))
+    return _checked(GaussianOutputs(rows.values, _joined(variances), rows.positions, rows.outputs))
 
 
 def _together(parts: Iterable[tuple[Tensor, tuple[int, ...], Tensor | None]]) -> OutputRows:
@@ -258,7 +258,7 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
             yield jacobian, mean
 
 
-def noted_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
+def recorded_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
     """Jacobians and outputs as they are, with the inputs of a head written down."""
     with closing(pieces):
         for jacobian, f in pieces:
@@ -268,7 +268,7 @@ def noted_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
             yield jacobian, f
 
 
-def _checked(gaussian: Gaussian) -> Gaussian:
+def _checked(gaussian: GaussianOutputs) -> GaussianOutputs:
     require(
         checks.are_finite(gaussian.mean, gaussian.variance),
         lambda: InvalidData(

@@ -16,7 +16,7 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.cached import version
 from laplace.core.checks import named
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.overrides import PREDICTIONS, wrong_shape
 from laplace.core.positions import OutputChoice, OutputRows, in_users_layout, rows_of, unrolled
 from laplace.core.precision_policy import widened
@@ -121,7 +121,7 @@ class Predictor:
         if kind == PredType.NN:
             options = replace(options, joint=False, diagonal_output=True)
         rows = self._predicted(x, kind, self._for_network(options), lambda: options.generator, model_kwargs)
-        prediction = Prediction.of(rows, channel_dim)
+        prediction = Prediction.from_outputs(rows, channel_dim)
         if likelihood.moment_prediction:
             return _finite(prediction.mean, prediction.variance)
         if not likelihood.latent_prediction or (options.fitting and not likelihood.has_noise):
@@ -137,7 +137,7 @@ class Predictor:
         posterior.check_unchanged()
         draws = replayed(options.generator, posterior.hypers.device)
         rows = replace(self._predicted(x, kind, options, draws, model_kwargs), require_same=_same_as_now(x))
-        return Prediction.of(rows, posterior.channel_dim)
+        return Prediction.from_outputs(rows, posterior.channel_dim)
 
     def samples(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
         """Samples of f (`functional_samples`) or of E[y | f] (`predictive_samples`), in the network's layout."""
@@ -457,7 +457,7 @@ class _UsersVariances(GaussianSource):
     def mean(self) -> OutputRows:
         return self.source.mean()
 
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         if form != "diagonal":
             return self.source.gaussian(form, wide=wide)
         with self.posterior.as_user_object() as la:
@@ -468,4 +468,4 @@ class _UsersVariances(GaussianSource):
                     "each."
                 )
         mean, variance = (rows_of(part, self.posterior.channel_dim) for part in moments)
-        return Gaussian(mean.values, variance.values, mean.positions)
+        return GaussianOutputs(mean.values, variance.values, mean.positions)

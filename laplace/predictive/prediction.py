@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.gaussian import Gaussian, against_others, centred, mixture_of, normal_of
+from laplace.core.gaussian import GaussianOutputs, against_others, centred, mixture_of, normal_of
 from laplace.core.positions import OutputRows, in_users_layout, unrolled
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
@@ -82,7 +82,7 @@ class Prediction:
     as_rows: bool = False
 
     @classmethod
-    def of(cls, outputs: PosteriorOutputs, channel_dim: int = -1) -> Prediction:
+    def from_outputs(cls, outputs: PosteriorOutputs, channel_dim: int = -1) -> Prediction:
         """The prediction of one posterior."""
         return cls((outputs,), torch.ones(1), channel_dim)
 
@@ -129,7 +129,7 @@ class Prediction:
     @property
     def target(self) -> Target:
         """The part of the likelihood that derives mean, variance and distribution of y from those of f."""
-        return self.likelihood.target.of(self.rows)
+        return self.likelihood.target.with_outputs(self.rows)
 
     @property
     def create_graph(self) -> bool:
@@ -145,7 +145,7 @@ class Prediction:
         return None if chosen is None else self._shown(chosen)
 
     @lazy
-    def latent(self) -> Gaussian:
+    def latent(self) -> GaussianOutputs:
         """Gaussian distribution of the outputs f, an object with mean and covariance; one row per token or pixel."""
         gaussians = [part.latent for part in self.components]
         if len(gaussians) == 1:
@@ -381,7 +381,7 @@ def _stacked(values: Sequence[Tensor]) -> Tensor:
     return torch.stack([value.to(values[0]) for value in values])
 
 
-def laid_out(gaussian: Gaussian, channel_dim: int, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+def laid_out(gaussian: GaussianOutputs, channel_dim: int, *, joint: bool = False) -> tuple[Tensor, Tensor]:
     """Mean and covariance of a Gaussian over rows, in the shape of the network's outputs."""
     if joint:
         covariance = gaussian.shown
@@ -471,31 +471,31 @@ class PosteriorOutputs:
         return self._mean.values
 
     @lazy
-    def latent(self) -> Gaussian:
+    def latent(self) -> GaussianOutputs:
         """Gaussian of the network's outputs, in the form that was asked for."""
         return self._gaussian(self.options.form)
 
     @lazy
-    def marginals(self) -> Gaussian:
+    def marginals(self) -> GaussianOutputs:
         """Gaussian of the outputs with variances alone."""
         return self._gaussian("diagonal")
 
     @lazy
-    def _centred(self) -> Gaussian:
+    def _centred(self) -> GaussianOutputs:
         """Gaussian of the outputs with the variances of these less their mean."""
         return self._gaussian("centred")
 
     @lazy
-    def _full_covariance(self) -> Gaussian:
+    def _full_covariance(self) -> GaussianOutputs:
         return self.latent if self.options.form == "full" else self._gaussian("full")
 
     @property
-    def per_row(self) -> Gaussian:
+    def per_row(self) -> GaussianOutputs:
         """Gaussian of the outputs of every row alone: with `diagonal_output` variances, else covariances."""
         return self.marginals if self.options.form == "diagonal" else self._full_covariance
 
     @lazy
-    def _sampling_gaussian(self) -> Gaussian:
+    def _sampling_gaussian(self) -> GaussianOutputs:
         """The same as `latent` to draw from, with (co)variances summed in float64: in float32 a pass of its own.
 
         Where the link draws, or everything is float64, `latent` has them.
@@ -508,7 +508,7 @@ class PosteriorOutputs:
         """True if the link draws from covariances."""
         return self.options.link == LinkApprox.MC
 
-    def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def _gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form, self.options.group_size)
         self.require_same()
@@ -562,7 +562,7 @@ class PosteriorOutputs:
         return self.likelihood.target.moments_under(self.link_input, self.likelihood)
 
     @property
-    def link_input(self) -> Gaussian:
+    def link_input(self) -> GaussianOutputs:
         """Gaussian of the outputs in the form that E[y] is computed from."""
         if self.likelihood.target.reads_variances(self.likelihood, self.options.link):
             return self.marginals

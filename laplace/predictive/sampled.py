@@ -82,7 +82,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
     """Outputs by a pass for each sample."""
     at_once = max(1, CHUNK_BYTES // _weight_bytes(problem, thetas))  # where a few entries are random, tensors are made
     outputs: list[Tensor] = []
-    with problem.apart() as problem:
+    with problem.on_private_copy() as problem:
         fixed = problem.detached()
         for part in thetas.split(at_once):
             stacked = problem.stacked(part)
@@ -95,7 +95,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
 
 def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor:
     """Outputs by passes of several samples; raises whatever vmap or the network raises where it cannot be run so."""
-    with problem.apart() as problem, _attention_by_rule():
+    with problem.on_private_copy() as problem, _attention_by_rule():
         fixed = problem.detached()
 
         def run(part: slice) -> Tensor:
@@ -140,7 +140,7 @@ def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -
     """Samples that one pass should take; 1 for a pass for each."""
     counter = _Counter()
     try:
-        with problem.apart() as own, own.holding(own.substituted(thetas[0])), _attention_by_rule():
+        with problem.on_private_copy() as own, own.holding(own.substituted(thetas[0])), _attention_by_rule():
             own.outputs(x)  # what a first pass compiles must not be compiled while it is watched
             with _compiled_code_run_eagerly(), counter:
                 own.outputs(x)
@@ -244,7 +244,7 @@ class SampledOutputs(SampleSource):
             self.posterior.check_unchanged()
             engine, centre = self.posterior.engine, self.posterior.expansion_point
             run = sampler(engine, centre, self.x, self.model_kwargs, create_graph=self.through_x)
-            rows = OutputRows.of(finite(run(thetas)), 1)
+            rows = OutputRows.from_outputs(finite(run(thetas)), 1)
             return rows if self.choice is None else self.choice.picked(rows)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.core import checks
 from laplace.core.cached import cached_property
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import widened
 from laplace.engines.layer_inputs import in_rows, layer_inputs
@@ -18,7 +18,7 @@ from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import group_left_over
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior.tilt import Tilt
-from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource, noted_inputs
+from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource, recorded_inputs
 from laplace.predictive.sampled import SampledOutputs, finite
 
 
@@ -57,7 +57,7 @@ class TiltedOutputs(GaussianSource):
         values = self.tilt.mean(self._likelihood, rows.values, _checked(self._read[1]))
         return OutputRows(values, rows.positions, rows.outputs)
 
-    def gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
+    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         source, noise = self.source, self.source.posterior.hypers.sigma_noise
         noise = noise if source.choice is None else source.choice.noise(noise)
         if self.alone:
@@ -65,7 +65,7 @@ class TiltedOutputs(GaussianSource):
             r = self._read[1]
         elif source.posterior.problem.head is not None and len(self.tilt.layers) == 1 and "_read" not in self.__dict__:
             seen: list[Tensor] = []
-            posterior = source.gaussian(form, wide=wide, noted=lambda pieces: noted_inputs(pieces, seen))
+            posterior = source.gaussian(form, wide=wide, noted=lambda pieces: recorded_inputs(pieces, seen))
             if sum(map(len, seen)) == len(posterior.mean):
                 r = self.tilt.distance(dict.fromkeys(self.tilt.layers, torch.cat(seen)[:, None, None]))
             else:  # the head is none whose inputs are rows of the outputs
@@ -118,7 +118,7 @@ def distances(source: LinearisedOutputs | SampledOutputs, tilt: Tilt) -> tuple[O
     return rows, tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
 
 
-def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, wide: bool) -> Gaussian:
+def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, wide: bool) -> GaussianOutputs:
     """The outputs as a Gaussian without width, in a form of covariances."""
     n_rows, n_outputs = rows.values.shape
     like = widened(rows.values) if wide else rows.values
@@ -133,7 +133,7 @@ def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, 
         if n_rows % each:
             raise group_left_over(group_size, n_rows % each)
         covariance = like.new_zeros(n_rows // each, each * n_outputs, each * n_outputs)
-    return Gaussian(rows.values, covariance, rows.positions, rows.outputs)
+    return GaussianOutputs(rows.values, covariance, rows.positions, rows.outputs)
 
 
 def _checked(r: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Smoothing:
     independent: bool  # whether the likelihood acts on every output alone
 
     @classmethod
-    def of(
+    def for_likelihood(
         cls,
         likelihood: Likelihood,
         n_outputs: int,

@@ -45,7 +45,7 @@ class Features:
     inverse: Tensor  # U λ^(−½), `[M, C′, r]`: duals from coordinates
 
     @classmethod
-    def of(cls, kernel: Tensor) -> Features:
+    def from_kernel(cls, kernel: Tensor) -> Features:
         """The features of K `[M, C′, M, C′]`, without directions that are zero but for rounding."""
         m, c = kernel.shape[:2]
         matrix = widened(kernel).reshape(m * c, m * c)
@@ -125,7 +125,7 @@ class KernelCovariance(Covariance):
     factors: tuple[Tensor, ...]  # Cholesky factor of I + Lᵀ W L of every process
 
     @classmethod
-    def of(cls, data: KernelData, hessian: OutputHessian, scale: Tensor) -> KernelCovariance:
+    def from_hessian(cls, data: KernelData, hessian: OutputHessian, scale: Tensor) -> KernelCovariance:
         """The covariance of a curvature W = scale Λ, with the scale 1/(σ²T), 0-dim or `[C]`."""
         roots = hessian.root().permute(1, 2, 0)
         weighted = scale.sqrt().expand(roots.shape[1]).view(-1, 1) * roots
@@ -180,7 +180,7 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         self.curvature = curvature = self.subset.curvature.cast(f.dtype)
         present = replace(self.evidence, fit=self.base).constant()
         self.prior = replace(present.prior, precision=curvature.prior_factor * present.prior.precision)
-        features = tuple(Features.of(self._kernel(dual)) for dual in curvature.duals)
+        features = tuple(Features.from_kernel(self._kernel(dual)) for dual in curvature.duals)
         away = self._pushed(widened(self.prior.mean) - widened(posterior.expansion_point))
         n_data = float(posterior.likelihood.count(f, self.subset.y))
         self.data = KernelData(KernelBatch(f + away, self.subset.y), features, n_data)
@@ -216,7 +216,7 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         likelihood, y = self.posterior.likelihood, self.subset.y
         hessian, away = likelihood.hessian(f, y), f - self.data.batch.f
         right = self.data.pull([self.scale * (hessian.times(away) - likelihood.gradient(f, y))])
-        self._near = near = KernelCovariance.of(self.data, hessian, self.scale)
+        self._near = near = KernelCovariance.from_hessian(self.data, hessian, self.scale)
 
         return solved(lambda v: v + self.data.curvature_product([hessian], self.scale, v), right, near.solve, _START)
 
@@ -232,12 +232,12 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         return self._near
 
     def expected(self, model: LinearModel, at: Tensor) -> KernelCovariance:
-        return KernelCovariance.of(self.data, model.hessians(at)[0], self.scale)
+        return KernelCovariance.from_hessian(self.data, model.hessians(at)[0], self.scale)
 
     def between(self, first: KernelCovariance, second: KernelCovariance, rate: float) -> KernelCovariance:
         mixed = (1 - rate) * first.roots @ first.roots.mT + rate * second.roots @ second.roots.mT
         hessian = OutputHessian(mixed.diagonal(dim1=1, dim2=2), dense=mixed)
-        return KernelCovariance.of(self.data, hessian, self.scale)
+        return KernelCovariance.from_hessian(self.data, hessian, self.scale)
 
     def fit(self, covariance: KernelCovariance, at: Tensor) -> Fit:
         curvature = self.subset.curvature.with_roots(covariance.roots)

@@ -88,7 +88,7 @@ _SHORTER = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class _State(Generic[S]):
+class _BoundedGaussian(Generic[S]):
     """A Gaussian q, and its bound E_q[log p(D | f_lin)] − KL(q ‖ p), in nats."""
 
     covariance: S
@@ -106,7 +106,7 @@ def _variational(refiner: Refiner[S]) -> Refinement:
     return refiner.result("variational", state.covariance, minimum, error)
 
 
-def _ascend(refiner: Refiner[S], state: _State[S]) -> tuple[_State[S], Minimum]:
+def _ascend(refiner: Refiner[S], state: _BoundedGaussian[S]) -> tuple[_BoundedGaussian[S], Minimum]:
     """Natural gradient steps, none of which lowers the bound, until it does not change; its values on the way."""
     options, tolerance = refiner.options, refiner.bound_tolerance
     values, rate, change, target = [state.elbo], 1.0, float("inf"), None
@@ -136,16 +136,16 @@ def _points(refiner: Refiner[S], covariance: S) -> Smoothing:
     if likelihood.independent_outputs:  # with room for a standard deviation that grows
         widest = 1.5 * max(float(part.max()) for part in covariance.of_outputs(diagonal=True)) ** 0.5
     like = model.data.batches[0].f
-    return Smoothing.of(likelihood, model.n_outputs, options.n_samples, options.generator, like, widest)
+    return Smoothing.for_likelihood(likelihood, model.n_outputs, options.n_samples, options.generator, like, widest)
 
 
-def _at(refiner: Refiner[S], smoothing: Smoothing, covariance: S, start: Tensor) -> _State[S]:
+def _at(refiner: Refiner[S], smoothing: Smoothing, covariance: S, start: Tensor) -> _BoundedGaussian[S]:
     """The best mean under a covariance, and the bound there."""
     model, variances = refiner.model, covariance.of_outputs(diagonal=smoothing.independent)
     model = replace(model, smoothing=smoothing, roots=[smoothing.root(part) for part in variances])
     at = refiner.minimum(model, start, covariance, show=False).at
     bounds = _bounds(refiner, model, covariance, at)
-    return _State(covariance, model, at, bounds, float(smoothing.mean(bounds)))
+    return _BoundedGaussian(covariance, model, at, bounds, float(smoothing.mean(bounds)))
 
 
 def _bounds(refiner: Refiner[S], model: LinearModel, covariance: S, at: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class BlockCurvature(AdditiveCurvature):
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         layers = [[profile.tensors[i] for i in layer] for layer in profile.layout.layers]
         sizes = [sum(shape.size for shape in layer) for layer in layers]
-        sums = [MatrixCost.of(profile, layer) for layer in layers]
+        sums = [MatrixCost.from_profile(profile, layer) for layer in layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
         fitted = profile.n_terms * squares * (DOUBLE if profile.n_columns else profile.itemsize)
         running = sum(each.running for each in sums)
@@ -195,4 +195,4 @@ class BlockCurvature(AdditiveCurvature):
 
 def _of(values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
     """The curvature H `[E, p, p]` of every layer."""
-    return BlockCurvature(tuple(MatrixSum.of(block) for block in values), groups)
+    return BlockCurvature(tuple(MatrixSum.from_matrices(block) for block in values), groups)

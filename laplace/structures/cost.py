@@ -42,7 +42,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Side:
+class SideCost:
     """The matrices of one side of a Kronecker product, or an exact block."""
 
     groups: int  # Number of matrices
@@ -66,24 +66,24 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Sides:
+class SideCosts:
     """The matrices of all Kronecker products, and the exact blocks beside them."""
 
-    outputs: tuple[Side, ...]  # Every output side and dense block
-    inputs: tuple[Side, ...]  # Every input side
+    outputs: tuple[SideCost, ...]  # Every output side and dense block
+    inputs: tuple[SideCost, ...]  # Every input side
     vectors: int  # Numbers of diagonals and counts
 
     @classmethod
-    def of(cls, profile: BatchProfile) -> Sides:
+    def from_profile(cls, profile: BatchProfile) -> SideCosts:
         """Those of a profile; a small tensor without factors has a dense block, a large one a diagonal."""
-        outputs: list[Side] = []
-        inputs: list[Side] = []
+        outputs: list[SideCost] = []
+        inputs: list[SideCost] = []
         vectors = 0
         for layer in profile.layout.layers:
             for position, tensor in enumerate(profile.tensors[i] for i in layer):
                 if not tensor.factored:
                     dense = tensor.size <= DENSE_BLOCK_LIMIT
-                    outputs += [Side(1, tensor.size, tensor.size)] if dense else []
+                    outputs += [SideCost(1, tensor.size, tensor.size)] if dense else []
                     vectors += 0 if dense else tensor.size
                     continue
                 if not (tensor.is_bias and position):  # which shares the output side of its weight
@@ -95,7 +95,7 @@ class Sides:
         return cls(tuple(outputs), tuple(inputs), vectors)
 
     @property
-    def _every(self) -> tuple[Side, ...]:
+    def _every(self) -> tuple[SideCost, ...]:
         return self.outputs + self.inputs
 
     def held(self, n_terms: int) -> int:
@@ -131,15 +131,15 @@ class Sides:
         return n_terms * outputs + inputs
 
 
-def _output_side(profile: BatchProfile, tensor: TensorShape) -> Side:
+def _output_side(profile: BatchProfile, tensor: TensorShape) -> SideCost:
     """An output side: that of a head is a sum of output Hessians, and terms that are kept apart are matrices."""
     if tensor.is_head or profile.n_terms > 1:
-        return Side(tensor.groups, tensor.n_outputs, tensor.n_outputs)
+        return SideCost(tensor.groups, tensor.n_outputs, tensor.n_outputs)
     return _side(profile, tensor.groups, tensor.n_outputs, tensor.positions * profile.n_columns)
 
 
-def _side(profile: BatchProfile, groups: int, width: int, rows: int) -> Side:
-    return Side(groups, width, profile.rank(rows, width) if groups == 1 else width)
+def _side(profile: BatchProfile, groups: int, width: int, rows: int) -> SideCost:
+    return SideCost(groups, width, profile.rank(rows, width) if groups == 1 else width)
 
 
 def widest_gradient(profile: BatchProfile) -> int:

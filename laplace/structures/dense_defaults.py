@@ -91,7 +91,7 @@ class DenseDefaults(Curvature):
     def full(self) -> FullCurvature:
         """The same curvature as the full structure holds it; its factorisations are shared by all precisions."""
         with kept_for_later():
-            return FullCurvature.of(self.to_dense())
+            return FullCurvature.from_matrix(self.to_dense())
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         return PrecisionFromDense(self, weights, prior, options)

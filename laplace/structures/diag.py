@@ -19,7 +19,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, Recent, SignedOptions, nonnegative, other_structure
 from laplace.structures.cost import Cost
-from laplace.structures.log_det import Pairs, log_det_ratio
+from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class DiagPrecision(Precision):
     weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
     prior: GaussianPrior  # δ
     signed: bool = False  # Whether negative entries of the curvature are meant
-    pairs: Pairs | None = None  # The same values for log determinants, where no hyper-parameter changes them
+    pairs: EigenvaluePairs | None = None  # The same values for log determinants, where no hyper-parameter changes them
 
     @property
     def _scale(self) -> Tensor:
@@ -158,11 +158,11 @@ class DiagCurvature(AdditiveCurvature):
         mode = options.get("indefinite")
         pairs = None
         if self.n_terms == 1 and not self.values.requires_grad:
-            pairs = self._pairs(mode, lambda: Pairs(partial(self._weighted, None, mode), prior.layout.sizes))
+            pairs = self._pairs(mode, lambda: EigenvaluePairs(partial(self._weighted, None, mode), prior.layout.sizes))
         return DiagPrecision(self._weighted(weights, mode), weights, prior, signed=mode == "error", pairs=pairs)
 
     @cached_property
-    def _pairs(self) -> Recent[Pairs]:
+    def _pairs(self) -> Recent[EigenvaluePairs]:
         return Recent()
 
     def _weighted(self, weights: Tensor | None, mode: str | None) -> Tensor:

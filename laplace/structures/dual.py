@@ -89,11 +89,11 @@ class Span(ABC):
         return linalg.eigvalsh(self.unit_gram)
 
     @cached_property
-    def unit(self) -> Basis:
+    def unit(self) -> DataBasis:
         """The basis at w = 1 and D = 1, of which every other scalar w and D is a rescaling."""
         return self.basis(None, None)
 
-    def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
+    def basis(self, weights: Tensor | None, scales: Scales) -> DataBasis:
         """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
         with torch.no_grad(), kept_for_later():
             is_unit = weights is None and scales is None
@@ -102,7 +102,7 @@ class Span(ABC):
             floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
             significant = values > floor
             values, vectors = values[significant], vectors[:, significant]
-            return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
+            return DataBasis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,14 +165,14 @@ _MERGED = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Span):
+class WeightedRows(Span):
     """Rows of Jacobians that are weighted already, S = I."""
 
     parts: tuple[Jacobian, ...]  # Weighted Jacobians of consecutive data
     terms: Tensor | None = None  # Which of several terms every row belongs to, `[R]`; None of a single one
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Jacobian, int]], n_terms: int) -> Rows:
+    def from_jacobians(cls, parts: Sequence[tuple[Jacobian, int]], n_terms: int) -> WeightedRows:
         """From Jacobians with the term of the first cotangent; the others follow in turn."""
         groups: list[list[tuple[Jacobian, int]]] = []
         for part, first in parts:
@@ -204,12 +204,12 @@ class Rows(Span):
         return tuple(between([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
 
     @cached_property
-    def dense(self) -> Rows:
+    def dense(self) -> WeightedRows:
         """The same multiplied out in float64, for priors that vary within a tensor: of them factors know no kernel."""
         with torch.no_grad(), kept_for_later():
             tensors = zip(*(part.blocks for part in self.parts), strict=True)
             blocks = (torch.cat([widened(block.by_output()) for block in some]) for some in tensors)
-            return Rows((Jacobian(tuple(DenseBlock(block.unsqueeze(0)) for block in blocks)),), self.terms)
+            return WeightedRows((Jacobian(tuple(DenseBlock(block.unsqueeze(0)) for block in blocks)),), self.terms)
 
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
         gram, roots = self._kernel_under(scales), self._roots_of(weights)
@@ -260,7 +260,7 @@ def _of_more_data(parts: Sequence[Jacobian]) -> Jacobian:
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class DataBasis:
     """An orthonormal basis of what the data span."""
 
     parts: tuple[Jacobian, ...]  # The Jacobians of the data
@@ -285,11 +285,11 @@ class Basis:
             start = stop
         return torch.as_tensor(product)
 
-    def split(self, jacobian: Jacobian, form: Form) -> Projected:
+    def split(self, jacobian: Jacobian, form: Form) -> SplitPrior:
         """The prior covariance in one of the forms, split into what the data span and the rest."""
         inside, whole = self.coordinates(jacobian), prior_covariance(jacobian, self.scales, form)
         outside = covariance_left(whole, inside, form)
-        return Projected(inside.flatten(0, 1) if form == "joint" else inside, outside, self.values)
+        return SplitPrior(inside.flatten(0, 1) if form == "joint" else inside, outside, self.values)
 
 
 def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
@@ -301,14 +301,14 @@ def prior_covariance(jacobian: Jacobian, scales: Scales, form: Form) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Projected:
+class SplitPrior:
     """A prior covariance, split into what the data span and the rest."""
 
     inside: Tensor  # V, `[..., n, r]`
     outside: Tensor  # K** − V Vᵀ, `[..., n, n]`, or its diagonals `[..., n]`
     values: Tensor  # λ, `[r]`
 
-    def at(self, weight: Tensor, prior: Tensor) -> Tensor:
+    def covariance_at(self, weight: Tensor, prior: Tensor) -> Tensor:
         """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
         weight, prior = widened(weight), widened(prior)
         gain = 1 / (prior + weight * self.values)
@@ -321,7 +321,7 @@ class Projected:
 class ProjectedScan(VariancesOverPriors):
     """Functional variances at many scalar priors: kernels and coordinates once."""
 
-    split: Callable[[Jacobian, Form], tuple[Projected, ...]]  # Of all outputs together, or of every output by itself
+    split: Callable[[Jacobian, Form], tuple[SplitPrior, ...]]  # Of all outputs together, or of every output by itself
     weight: Tensor  # W, 0-dim, in the units of what is split
     factor: float  # What the prior precision is multiplied with
     dtype: torch.dtype  # Of what is returned
@@ -332,7 +332,7 @@ class ProjectedScan(VariancesOverPriors):
         dtype = self.dtype if diagonal or not self.together else jacobian.summed_in(self.dtype)
 
         def at(deltas: Tensor) -> Tensor:
-            each = [[part.at(self.weight, self.factor * delta) for part in parts] for delta in deltas]
+            each = [[part.covariance_at(self.weight, self.factor * delta) for part in parts] for delta in deltas]
             variances = torch.stack([some[0] if self.together else torch.cat(some, 1) for some in each]).to(dtype)
             return variances if diagonal or self.together else torch.diag_embed(variances)
 
@@ -466,7 +466,7 @@ class DualPrecision(Precision):
         return covariance_left(whole, known.view_as(rows), form)
 
     @cached_property
-    def bases(self) -> tuple[Basis, ...]:
+    def bases(self) -> tuple[DataBasis, ...]:
         """Bases of the span of the data, in units in which `setting` are scalars."""
         if self.is_scalar:
             return tuple(dual.unit for dual in self.duals)

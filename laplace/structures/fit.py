@@ -60,7 +60,7 @@ class Fit:
         return replace(
             self,
             curvature=self.curvature + other.curvature,
-            loss_terms=torch.add(*_alike(self.loss_terms, other.loss_terms)),
+            loss_terms=torch.add(*_same_terms(self.loss_terms, other.loss_terms)),
             n_data=as_count(self.n_data + other.n_data),
             draws=other.draws,
             is_weighed=self.is_weighed or other.is_weighed,
@@ -114,7 +114,7 @@ class Fit:
         curvature = self.curvature.minus(removed.curvature, signed=signed, terms=terms)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0, gaps=None)
-        loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
+        loss_terms = torch.sub(*_same_terms(self.loss_terms, removed.loss_terms))
         gaps = self._with_gaps(removed, -1.0)
         return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=as_count(left), gaps=gaps)
 
@@ -135,7 +135,7 @@ class Fit:
             )
 
 
-def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def _same_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Loss terms of two fits, summed over the outputs where one of them, an assigned one, is for all of them."""
     if first.shape == second.shape:
         return first, second

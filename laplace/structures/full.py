@@ -31,7 +31,7 @@ from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
 from laplace.errors import CurvatureError, OutOfMemory
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
-from laplace.jacobian.full_sum import MatrixSum, PairedMatrix, Pairs, jacobian_product
+from laplace.jacobian.full_sum import BlockPairs, MatrixSum, PairedMatrix, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import (
@@ -45,7 +45,7 @@ from laplace.structures.base import (
     require_finite,
 )
 from laplace.structures.cost import DOUBLE, Cost
-from laplace.structures.dual import JointPrecision, ProjectedScan, Rows
+from laplace.structures.dual import JointPrecision, ProjectedScan, WeightedRows
 from laplace.structures.log_det import log_det_relative
 from laplace.structures.precision import (
     Form,
@@ -78,7 +78,7 @@ class HeadRoots:
     n_outputs: int  # C
 
     @classmethod
-    def of(cls, root: Tensor, order: Tensor, dtype: torch.dtype, *, centred: bool = False) -> HeadRoots:
+    def from_root(cls, root: Tensor, order: Tensor, dtype: torch.dtype, *, centred: bool = False) -> HeadRoots:
         """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature).
 
         Or, `centred`, those of the outputs less their mean.
@@ -115,7 +115,7 @@ class MatrixCost:
     pieces: int  # Bytes of what is multiplied out and dropped
 
     @classmethod
-    def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
+    def from_profile(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
         """That of tensors of these shapes."""
         size = sum(shape.size for shape in shapes)
         matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
@@ -144,9 +144,9 @@ class FullCurvature(AdditiveCurvature):
     is_wide = True
 
     @classmethod
-    def of(cls, values: Tensor) -> FullCurvature:
+    def from_matrix(cls, values: Tensor) -> FullCurvature:
         """The curvature H `[E, P, P]`."""
-        return cls(MatrixSum.of(values))
+        return cls(MatrixSum.from_matrices(values))
 
     @cached_property
     def values(self) -> Tensor:
@@ -178,7 +178,7 @@ class FullCurvature(AdditiveCurvature):
     def matrix_cost(cls, profile: BatchProfile) -> Cost:
         """That of the matrix, whatever the number of data."""
         square = profile.n_params**2
-        sums = MatrixCost.of(profile, profile.tensors)
+        sums = MatrixCost.from_profile(profile, profile.tensors)
         products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
         fitted = profile.n_terms * square * (profile.itemsize if products else DOUBLE)
         piece = profile.piece_bytes([profile.n_params], profile.n_outputs)
@@ -195,15 +195,17 @@ class FullCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> FullCurvature:
         if not isinstance(other, FullCurvature):
             return NotImplemented
-        return FullCurvature.of(self.values + other.values)
+        return FullCurvature.from_matrix(self.values + other.values)
 
     def scaled(self, factor: float) -> FullCurvature:
-        return FullCurvature.of(factor * self.values)
+        return FullCurvature.from_matrix(factor * self.values)
 
     def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise other_structure(self.name, removed.name)
-        return FullCurvature.of(linalg.remaining_matrix(self.values, removed.values, signed=signed, terms=terms))
+        return FullCurvature.from_matrix(
+            linalg.remaining_matrix(self.values, removed.values, signed=signed, terms=terms)
+        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
@@ -218,7 +220,7 @@ class FullCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         values, vectors = linalg.eigh(self.values, signed=True)
         matrix = (vectors * nonnegative(values, mode).unsqueeze(1)) @ vectors.mT
-        return FullCurvature.of(matrix.to(self.values))
+        return FullCurvature.from_matrix(matrix.to(self.values))
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -248,7 +250,7 @@ class FullCurvature(AdditiveCurvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
-        return FullCurvature.of(state["values"])
+        return FullCurvature.from_matrix(state["values"])
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
         nested.require_sizes("H", self.sums.values, None, layout.n_params, layout.n_params)
@@ -370,7 +372,11 @@ class FullPrecision(Precision):
         if form == "diagonal" and jacobian.is_head:
             return self._head_diagonal(jacobian)
         # By pairs of layers, where that is less work than a product with J.
-        pairs = Pairs.of(jacobian.blocks) if Pairs.are_less_work(jacobian.blocks, jacobian.n_data) else None
+        pairs = (
+            BlockPairs.from_blocks(jacobian.blocks)
+            if BlockPairs.are_less_work(jacobian.blocks, jacobian.n_data)
+            else None
+        )
         if form == "joint":
             dense = pairs is None
             rows = self._coloured(jacobian.dense()) if dense else jacobian_product(pairs, jacobian.blocks, self.root)
@@ -385,7 +391,9 @@ class FullPrecision(Precision):
         features = jacobian.head_features()
         dtype = self._root_dtype if jacobian.summed_in(self._dtype) == self._dtype else self._factor.dtype
         key = (features.shape[1], dtype, self._has_graph, centred)
-        roots = self._recent_head(key, lambda: HeadRoots.of(self.root, jacobian.head_places(), dtype, centred=centred))
+        roots = self._recent_head(
+            key, lambda: HeadRoots.from_root(self.root, jacobian.head_places(), dtype, centred=centred)
+        )
         return roots.variances(features)
 
     @cached_property
@@ -411,7 +419,7 @@ class FullPrecision(Precision):
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False).view(piece.shape)
 
     @keeps_last
-    def _paired(self, key: tuple[Pairs, bool]) -> PairedMatrix:
+    def _paired(self, key: tuple[BlockPairs, bool]) -> PairedMatrix:
         return PairedMatrix(key[0], linalg.times_transpose(self.root))
 
 
@@ -516,10 +524,10 @@ class RowCurvature(FullCurvature):
     # The posterior.
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> WeightedRows:
         """The rows, weighted."""
         with torch.no_grad(), kept_for_later():
-            return Rows.of([(part.jacobian(), part.first) for part in self.parts], self.terms)
+            return WeightedRows.from_jacobians([(part.jacobian(), part.first) for part in self.parts], self.terms)
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -619,7 +627,7 @@ class RowPrecision(JointPrecision):
     @cached_property
     def _matrix(self) -> FullPrecision:
         self.curvature.require_memory(_MATRICES)
-        return FullPrecision(FullCurvature.of(self.curvature.values), self.weights, self.prior)
+        return FullPrecision(FullCurvature.from_matrix(self.curvature.values), self.weights, self.prior)
 
     def to_dense(self) -> Tensor:
         return self._matrix.to_dense()

@@ -30,7 +30,7 @@ from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, keeps_last, linked, other_structure
-from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
+from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.structures.linalg import power
 from laplace.structures.precision import (
     Form,
@@ -45,11 +45,11 @@ from laplace.structures.spectra import (
     BlockSpectrum,
     FactorEigen,
     Spectra,
-    alike,
     decomposed,
     dense_spectrum,
     diag_spectrum,
     followed,
+    grouped_by_shape,
     input_eigen,
     kron_spectrum,
     picked_matrix,
@@ -77,7 +77,7 @@ class Damping:
     input: float = 1.0  # Factor a of the input side
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Damping | None:
+    def from_options(cls, options: Mapping[str, Any]) -> Damping | None:
         """From the options `damping` and, where that names a paper's normalisation, `n_data` of a precision.
 
         `True` takes the factors as they are, `"mean"` gives both √N times a mean (Ritter et al., 2018)
@@ -448,7 +448,7 @@ class KronCurvature(AdditiveCurvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
-        sides = Sides.of(profile)
+        sides = SideCosts.from_profile(profile)
         fitted = sides.held(profile.n_terms)
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
@@ -510,11 +510,11 @@ class KronCurvature(AdditiveCurvature):
             yield block.positions, False
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
-        return KronPrecision(self.spectra(weights), weights, prior, damping=Damping.of(options))
+        return KronPrecision(self.spectra(weights), weights, prior, damping=Damping.from_options(options))
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
-        return spectral_scan(self.spectra(weights), weights, layout, damping=Damping.of(options))
+        return spectral_scan(self.spectra(weights), weights, layout, damping=Damping.from_options(options))
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
@@ -545,7 +545,7 @@ class KronCurvature(AdditiveCurvature):
         keys = dict.fromkeys(key for block in self.parts.blocks for key in _sides_of(block))
         sides = {key: FactorEigen.of_thin(thin[key]) for key in keys if key in thin}
         matrices = {key: factors[key].shape[-3:] for key in keys if key in factors and factors[key].ndim >= _INPUT_DIMS}
-        for some in alike(matrices):
+        for some in grouped_by_shape(matrices):
             totals = [self._side(key, weights) for key in some]
             for key, total, (values, vectors) in zip(some, totals, decomposed(totals), strict=True):
                 if total.requires_grad:

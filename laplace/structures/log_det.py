@@ -42,7 +42,7 @@ def log_det_relative(values: Tensor, scale: Tensor, deltas: Tensor, sizes: Seque
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class EigenvaluePairs:
     """Eigenvalues of H two by two, for log determinants at many priors; one by one where some are negative."""
 
     values: Callable[[], Tensor]  # Computes them, `[p]`, without a graph

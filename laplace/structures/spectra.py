@@ -26,7 +26,7 @@ from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasi
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import linalg
 from laplace.structures.linalg import without_rounding
-from laplace.structures.log_det import Pairs, log_det_ratio
+from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 
 if TYPE_CHECKING:
     from laplace.engines.engine import Groups
@@ -48,14 +48,14 @@ class FactorEigen:
         pairs = eigenpairs(factor)
         values, vectors = widened(pairs.values).reshape(1, -1), widened(pairs.vectors).reshape(pairs.width, -1)
         with kept_for_later():
-            return cls(functional.pad(values, (pairs.width - pairs.rank, 0)), ThinBasis.of(vectors))
+            return cls(functional.pad(values, (pairs.width - pairs.rank, 0)), ThinBasis.from_last_columns(vectors))
 
     def over(self, count: float) -> FactorEigen:
         """That of the factor divided by a number."""
         return FactorEigen(self.values / count, self.basis)
 
 
-def alike(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+def grouped_by_shape(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
     """Keys of matrices `[G, n, n]` in the order in which they are decomposed, those that one call takes together."""
     keys: dict[torch.Size, list[str]] = {}
     for key, shape in shapes.items():
@@ -298,8 +298,8 @@ class Spectra:
         return not any(block.values.requires_grad for block in self.blocks)
 
     @cached_property
-    def _pairs(self) -> Pairs:
-        return Pairs(self._flat, self._sizes)
+    def _pairs(self) -> EigenvaluePairs:
+        return EigenvaluePairs(self._flat, self._sizes)
 
     def _flat(self) -> Tensor:
         """All eigenvalues that add to a log det ratio, at most P."""

@@ -81,7 +81,7 @@ def losses_without_each(
         f, covariance, positions = _outputs(posterior, x)
         if positions:
             return None
-        y = Targets.of(posterior, f, y, positions).y
+        y = Targets.from_outputs(posterior, f, y, positions).y
         influence = covariance if moved is posterior else _outputs(moved, x)[1]
         f = f + (influence @ (w * likelihood.gradient(f, y)).unsqueeze(2)).squeeze(2)
         ours = likelihood.target.summary(likelihood, f, covariance, link, for_scores=True)

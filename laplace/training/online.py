@@ -45,7 +45,7 @@ from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import apart, autograd_mode, flags_put_back, reading, same_random_state
+from laplace.network.model_guard import autograd_mode, flags_put_back, private_copy, reading, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import match_lengths
 from laplace.predictive.predict import unlike_outputs
@@ -190,10 +190,10 @@ class OnlineLaplace(CheckedConstructor):
         self.margliks: list[float] = []
         self._first_epoch = 0
         self.best: Checkpoint | None = None
-        find_random_weights(self.la, train_loader, Processes.of(group))
-        self.rest = RestOfWeights.of(self.la, prior_prec_rest)
+        find_random_weights(self.la, train_loader, Processes.from_argument(group))
+        self.rest = RestOfWeights.from_posterior(self.la, prior_prec_rest)
         # All processes of a group count now, and not when one of them asks for it.
-        processes = Processes.of(group)
+        processes = Processes.from_argument(group)
         self._n_counted = None if processes is None else sum(processes.gather_results(self._count))
         self.la.prior_precision = prior_in_structure(
             prior_prec_init, str(prior_structure), self.la.problem.layout, self.la.prior_mean, name="prior_prec_init"
@@ -249,7 +249,7 @@ class OnlineLaplace(CheckedConstructor):
         """Numbers in the target of one input or position: of `[B, n]` only the network knows what the n are."""
         la = self.la
         call = la.snapshot().call
-        with apart(la.weights.model, call) as model:
+        with private_copy(la.weights.model, call) as model:
             f = batches.latent(call_with_context(model, call, batches.to_device(x, la.prior_mean.device)))
         rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
         return max(1, y.numel() // len(rows))
@@ -560,7 +560,7 @@ class RestOfWeights:
     precision: Tensor  # ε, 0-dim
 
     @classmethod
-    def of(cls, la: ParametricLaplace, precision: float) -> RestOfWeights:
+    def from_posterior(cls, la: ParametricLaplace, precision: float) -> RestOfWeights:
         """The rest of the weights of a posterior's network, whose random weights are known."""
         if not isinstance(precision, Real) or not 0 <= precision < math.inf:
             raise InvalidArgument(f"prior_prec_rest={precision!r}; it must be a number from 0, and finite.")
@@ -614,4 +614,4 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     if not known:
         raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
     posterior = la.snapshot().apply_inferred(*known[0])
-    la.set_posterior(posterior.at(match_lengths(posterior.hypers, posterior.weights)))
+    la.set_posterior(posterior.at_hyperparameters(match_lengths(posterior.hypers, posterior.weights)))

@@ -34,7 +34,7 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt
-from laplace.predictive.latent import noted_inputs
+from laplace.predictive.latent import recorded_inputs
 from laplace.predictive.predict import noise_like, unlike_squares
 from laplace.predictive.prediction import mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
@@ -83,7 +83,7 @@ def caution(n_data: int) -> float:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Fold:
     """Posteriors, one or those of a mixture, that were fitted without some data, and these data."""
 
     group: PosteriorGroup
@@ -91,7 +91,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeaveOneOutFold:
     """A posterior, and what it would say of every input of its fit without that input."""
 
     group: PosteriorGroup
@@ -100,7 +100,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _HeldOutBatch:
     """A batch of held-out data as it was read."""
 
     y: Tensor
@@ -115,7 +115,7 @@ class _Batch:
         return torch.equal(y, self.y) and f.shape == self.f.shape and torch.allclose(f, self.f, 1e-5, 1e-5)
 
 
-def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeftOut | None:
+def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: bool) -> LeaveOneOutFold | None:
     """Leave-one-out predictions, where they are those of refits but for one Newton step; None elsewhere.
 
     That is a last layer on features that its labels did not train, with full curvature, at the mode of its prior.
@@ -130,12 +130,12 @@ def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: b
         found = computed(posterior, data, LinkApprox.PROBIT, progress_bar=progress_bar)
     except (UnsupportedError, InvalidArgument):  # weighted data, other backends or likelihoods: refits serve them
         return None
-    return LeftOut(PosteriorGroup((posterior,)), found, data) if found.is_at_mode else None
+    return LeaveOneOutFold(PosteriorGroup((posterior,)), found, data) if found.is_at_mode else None
 
 
 def pieces_of(
     posterior: Posterior, train_loader: Iterable[Any], folds: int, generator: torch.Generator | None, progress_bar: bool
-) -> tuple[list[Piece] | list[LeftOut], str, str]:
+) -> tuple[list[Fold] | list[LeaveOneOutFold], str, str]:
     """Pieces out of the training data, words for them, and why they are only a forecast.
 
     Of a last layer they are leave-one-out predictions, or refits of the head, as of a network that is one linear layer;
@@ -152,11 +152,11 @@ def pieces_of(
             raise
         part = held_out_part(posterior, train_loader, generator=generator, progress_bar=progress_bar)
         held_out = "data held out of the fit"
-        piece = Piece(PosteriorGroup((part.posterior,)), Validation(part.loader))
+        piece = Fold(PosteriorGroup((part.posterior,)), Validation(part.loader))
         return [piece], held_out, "the network was trained on these data, which it predicts better than others"
     held_out = f"training data, each by one of {folds} refits of the head without it"
     return (
-        [Piece(PosteriorGroup((one.posterior,)), Validation(one.loader)) for one in refits],
+        [Fold(PosteriorGroup((one.posterior,)), Validation(one.loader)) for one in refits],
         held_out,
         "where the features were trained on these labels (not if frozen)",
     )
@@ -180,7 +180,7 @@ class CalibrationGrid:
         """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
         return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
 
-    def of(self, piece: Piece | LeftOut, sigma_noise: Tensor) -> MixedCandidates:
+    def predictions(self, piece: Fold | LeaveOneOutFold, sigma_noise: Tensor) -> MixedCandidates:
         """Predictions of a piece's posteriors at every factor, at c = 1 and a noise."""
         hypers, first = piece.group.hypers(()), piece.group.first
         settings = [
@@ -224,7 +224,7 @@ def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None
 
 def calibrate(
     now: PosteriorGroup,
-    pieces: Sequence[Piece | LeftOut],
+    pieces: Sequence[Fold | LeaveOneOutFold],
     grid: CalibrationGrid,
     held_out: str,
     approximate: str = "",
@@ -237,7 +237,9 @@ def calibrate(
     have the second moments of layers' inputs, where the fit does not.
     """
     hypers = now.hypers(())
-    if any(isinstance(piece, LeftOut) for piece in pieces):  # an input is left out at the mode of one prior alone
+    if any(
+        isinstance(piece, LeaveOneOutFold) for piece in pieces
+    ):  # an input is left out at the mode of one prior alone
         grid = replace(grid, factors=(1.0,))
     is_refined = any(posterior.refined_step is not None for posterior in now.posteriors)
     with autograd_mode(), torch.no_grad():
@@ -248,7 +250,7 @@ def calibrate(
         tilt, why_none, kept = _tilt(now, pieces, grid, network_noise, train_loader)
         # Beside the width that was found the network's own, which is that of all inputs but far ones.
         tilts = (tilt,) if tilt is None or not tilt.width else (tilt, replace(tilt, width=0.0, standard_error=0.0))
-        scores = _Scores(grid, noises, network_noise, tilts)
+        scores = _ScoreDifferences(grid, noises, network_noise, tilts)
         for piece in pieces:
             scores.read(piece, kept)
     scores.check_labels()
@@ -328,11 +330,11 @@ def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) ->
 
 def _tilt(
     now: PosteriorGroup,
-    pieces: Sequence[Piece | LeftOut],
+    pieces: Sequence[Fold | LeaveOneOutFold],
     grid: CalibrationGrid,
     sigma: Tensor,
     train_loader: Iterable[Any] | None,
-) -> tuple[Tilt | None, str, list[_Batch]]:
+) -> tuple[Tilt | None, str, list[_HeldOutBatch]]:
     """The width that follows the input, or why there is none, and all batches, as they were read for it."""
     posterior = now.first
     if len(now.posteriors) > 1:
@@ -340,15 +342,15 @@ def _tilt(
     piece = pieces[0]
     if len(pieces) > 1 or piece.group.first is not posterior:
         return None, "it takes validation data, val_loader=", []
-    if isinstance(piece, LeftOut):
+    if isinstance(piece, LeaveOneOutFold):
         leverages, why_none = tilting.leverages_of(posterior, piece.data, anew=True)
     else:
         leverages, why_none = tilting.leverages_of(posterior, train_loader)
     if not leverages:
         return None, why_none, []
-    scored, in_order = grid.of(piece, sigma), None
-    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_Batch]()
-    if isinstance(piece, LeftOut):
+    scored, in_order = grid.predictions(piece, sigma), None
+    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_HeldOutBatch]()
+    if isinstance(piece, LeaveOneOutFold):
         f, y = piece.found.mean.to(sigma), piece.found._targets
         values = tilting.left_out(posterior, leverages, piece.data)
         if len(values) != len(f) or bool(values.isnan().all()):
@@ -358,11 +360,11 @@ def _tilt(
         chosen = tilting.choose(summaries, leverages, rows, sigma, caution(len(f)))
         if isinstance(chosen, str):
             return None, chosen, []
-        return chosen[0], "", [_Batch(y, f, (), values, r=chosen[1][0])]
+        return chosen[0], "", [_HeldOutBatch(y, f, (), values, r=chosen[1][0])]
     for name, x, y in piece.data.batches(posterior, label="calibrate"):
         with named(name):
             batch = _read(scored.parts[0], leverages, x, y)
-            counted = _Rows.of(posterior, batch.f, y, batch.positions)
+            counted = _CountedRows.from_outputs(posterior, batch.f, y, batch.positions)
             if in_order is None and counted.n_data > 1 and batches.can_split(x, counted.n_data):
                 first = batches.select(x, slice(0, 1), counted.n_data)
                 in_order = tilting.are_in_order(posterior, leverages, batch.leverages, first)
@@ -389,18 +391,18 @@ def _tilt(
     return found[0], "", [replace(batch, r=r) for batch, r in zip(read, found[1], strict=True)]
 
 
-def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _Batch:
+def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _HeldOutBatch:
     """A batch by one pass: of a head with its Jacobian, which is no more than its inputs; else the forward pass."""
     posterior, names = part.posterior, tuple(each.layer for each in leverages)
     if posterior.problem.head is not None and len(names) == 1 and not posterior.problem.reduction:
         seen: list[Tensor] = []
-        latents = part.latents(x, noted=lambda pieces: noted_inputs(pieces, seen))
+        latents = part.latents(x, noted=lambda pieces: recorded_inputs(pieces, seen))
         if sum(map(len, seen)) == len(latents[0]):
             found = tilting.in_layers(leverages, {names[0]: torch.cat(seen)[:, None, None]}, len(latents[0]))
-            return _Batch(y, latents[0], latents[2], found, latents)
+            return _HeldOutBatch(y, latents[0], latents[2], found, latents)
     outputs, inputs = layer_inputs(posterior.problem, x, names)
     f = outputs.values.to(part.priors.dtype) if posterior.refined_step is None else part.latents(x)[0]
-    return _Batch(y, f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))
+    return _HeldOutBatch(y, f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))
 
 
 def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
@@ -410,13 +412,15 @@ def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
     return 1.0 if 1.0 in known or not known else min(known)
 
 
-def _noises(pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:
+def _noises(
+    pieces: Sequence[Fold | LeaveOneOutFold], grid: CalibrationGrid, hypers: Hyperparameters
+) -> tuple[Tensor, Tensor]:
     """Noises to try, `[s]` or `[s, C]`, and the one of them that suits the network best; by a forward pass.
 
     Multiples of the root mean square of the residuals, of every output where every one has its noise.
     """
-    present, read = hypers.sigma_noise, [piece for piece in pieces if isinstance(piece, Piece)]
-    parts = [part for piece in read for part in grid.of(piece, present).at_networks(piece.data, grid.present)]
+    present, read = hypers.sigma_noise, [piece for piece in pieces if isinstance(piece, Fold)]
+    parts = [part for piece in read for part in grid.predictions(piece, present).at_networks(piece.data, grid.present)]
     mean, variance, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
     squares = widened(y - mean).square().nanmean(0)
     if present.ndim:
@@ -434,7 +438,7 @@ def _noises(pieces: Sequence[Piece | LeftOut], grid: CalibrationGrid, hypers: Hy
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _CountedRows:
     """Rows of a batch's outputs whose targets count."""
 
     index: Tensor  # which rows of the outputs, `[R]`
@@ -443,9 +447,9 @@ class _Rows:
     n_data: int
 
     @classmethod
-    def of(cls, posterior: Posterior, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> _Rows:
+    def from_outputs(cls, posterior: Posterior, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> _CountedRows:
         """The rows of outputs `[R, C]`, data × positions."""
-        targets = Targets.of(posterior, f, y, positions)
+        targets = Targets.from_outputs(posterior, f, y, positions)
         index = torch.arange(len(f), device=f.device) if targets.rows is None else targets.rows
         ignored = posterior.likelihood.ignore_index
         if ignored is not None and targets.y.ndim == 1:
@@ -487,7 +491,7 @@ class _Width:
         return widened(find_score("nll", self.likelihood)(self.likelihood, prediction, self.y, sigma))
 
 
-class _Scores:
+class _ScoreDifferences:
     """Differences of candidates' scores from the network's, summed over data in float64.
 
     Rows of one input, its tokens or pixels, depend on each other: standard errors are of a ratio of sums over data.
@@ -510,10 +514,10 @@ class _Scores:
         # Of gaps, of their squares, and of their products with the numbers of rows.
         self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, piece: Piece | LeftOut, kept: Sequence[_Batch] = ()) -> None:
+    def read(self, piece: Fold | LeaveOneOutFold, kept: Sequence[_HeldOutBatch] = ()) -> None:
         """Takes in the data of a piece, of which batches may have been read before."""
-        scored = self.grid.of(piece, self.network_noise)
-        if isinstance(piece, LeftOut):
+        scored = self.grid.predictions(piece, self.network_noise)
+        if isinstance(piece, LeaveOneOutFold):
             found, like = piece.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
             r = kept[0].r if kept else None
@@ -529,7 +533,9 @@ class _Scores:
                     latents = [part.latents(x) for part in scored.parts]
                     self._add(scored, latents, y, self._distance(scored.posterior, x, y, latents[0][0], next(known)))
 
-    def _distance(self, posterior: Posterior, x: Inputs, y: Tensor, f: Tensor, known: _Batch | None) -> Tensor | None:
+    def _distance(
+        self, posterior: Posterior, x: Inputs, y: Tensor, f: Tensor, known: _HeldOutBatch | None
+    ) -> Tensor | None:
         """r of the rows of a batch, `[R]`: as it was read before, or of a loader that shuffles once more."""
         tilt = self.tilts[0]
         if tilt is None:
@@ -540,7 +546,7 @@ class _Scores:
         return tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
 
     def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Tensor | None = None) -> None:
-        rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
+        rows = _CountedRows.from_outputs(scored.posterior, latents[0][0], y, latents[0][2])
         if not len(rows.index):
             return
         means, counts = [mean[rows.index] for mean, _, _ in latents], self._count_rows(rows)
@@ -587,7 +593,7 @@ class _Scores:
         step = 1 if self.grid.predictive.link_approx == LinkApprox.MC else max(1, _AT_ONCE // each)
         return (slice(start, start + step) for start in range(0, len(self.grid.scales), step))
 
-    def _count_rows(self, rows: _Rows) -> Tensor:
+    def _count_rows(self, rows: _CountedRows) -> Tensor:
         """Number of rows of every input, `[B]`, added to the totals."""
         counts = torch.bincount(rows.inputs, minlength=rows.n_data).to(self._sums)
         self.n_data += int((counts > 0).sum())

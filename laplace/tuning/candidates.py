@@ -173,8 +173,10 @@ class Candidates:
         self.scan, self.factors = None, torch.ones_like(self.priors)  # c, `[n]`
         scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
         if scalar and not posterior.overrides(*POSTERIOR):
-            first = posterior.at(settings[0]).evidence
-            weights = torch.stack([posterior.at(setting).evidence.weights.mean() for setting in settings])
+            first = posterior.at_hyperparameters(settings[0]).evidence
+            weights = torch.stack(
+                [posterior.at_hyperparameters(setting).evidence.weights.mean() for setting in settings]
+            )
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
             self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
         self.summaries = predictive.summaries(posterior.likelihood, for_scores=not whole_covariance)
@@ -243,7 +245,7 @@ class Candidates:
         def one_by_one(group: slice) -> Tensor:
             parts: list[Tensor] = []
             for setting in self.settings[group]:
-                precision = self.posterior.at(setting).predictive_precision()
+                precision = self.posterior.at_hyperparameters(setting).predictive_precision()
                 parts.append(latent.contracted(self.summaries.contraction(precision), jacobian))
             return torch.stack(parts)
 
@@ -256,7 +258,7 @@ class Candidates:
         pred_type = posterior.choices.pred_types.name(self.kind)
 
         def predict(group: slice) -> Prediction:
-            with posterior.at(self.settings[group.start]).as_user_object() as la:
+            with posterior.at_hyperparameters(self.settings[group.start]).as_user_object() as la:
                 try:
                     prediction = la(
                         x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
@@ -305,7 +307,11 @@ class Candidates:
         """Samples of the weights of one candidate `[S, P]`, kept for the next batch where all together are small."""
         if i in self._weights:
             return self._weights[i]
-        mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
+        mean, n_samples, posterior = (
+            self.posterior.mean,
+            self.predictive.n_samples,
+            self.posterior.at_hyperparameters(self.settings[i]),
+        )
         draws = self.summaries.draws()
         if posterior.overrides("sample", *POSTERIOR):
             weights = posterior.sampler()(n_samples, draws)
@@ -356,7 +362,7 @@ class MixedCandidates:
                         mean, _, positions = part.latents(x)
                     means.append(mean)
                 mixture = mixed([(mean, torch.zeros_like(mean)) for mean in means], self.weights[:, i])
-                (mean, variance), known = Targets.of(self.posterior, means[0], y, positions).counted(mixture)
+                (mean, variance), known = Targets.from_outputs(self.posterior, means[0], y, positions).counted(mixture)
             yield mean, variance, known
 
     def of_networks(self, outputs: tuple[Tensor, ...], i: int) -> Prediction:
@@ -371,7 +377,7 @@ class MixedCandidates:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ShardScores:
     """Sums of one process: of every candidate the sum and number of data of every score, None where it has none."""
 
     scores: list[list[tuple[Tensor, int]] | None]
@@ -406,18 +412,18 @@ class Losses:
     def read(self, data: Iterable[tuple[str, Inputs, Tensor | None]]) -> None:
         """Takes in batches with their names, and what other processes find in theirs."""
 
-        def attempt() -> _Seen | None:
+        def attempt() -> _ShardScores | None:
             for name, x, y in data:
                 with named(name):
                     self.update(x, y)
-            return None if self.processes is None or not self._running else self._seen()
+            return None if self.processes is None or not self._running else self._shard_scores()
 
         if self.processes is None:
             attempt()
         else:
             self._take([seen for seen in self.processes.gather_results(attempt) if seen is not None])
 
-    def _seen(self) -> _Seen:
+    def _shard_scores(self) -> _ShardScores:
         """Sums of scores of every candidate, whichever are predicted together here."""
         rows: list[list[tuple[Tensor, int]] | None] = []
         for part, running in self._running:
@@ -430,9 +436,9 @@ class Losses:
                 rows.append(
                     [(total if size == 1 else total[i], one.count) for total, one in zip(totals, scores, strict=True)]
                 )
-        return _Seen(rows, self.n_data)
+        return _ShardScores(rows, self.n_data)
 
-    def _take(self, seen: list[_Seen]) -> None:
+    def _take(self, seen: list[_ShardScores]) -> None:
         """Puts the sums of all processes in the place of this one's."""
         if not seen:
             raise InvalidData(
@@ -453,7 +459,7 @@ class Losses:
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of out-of-distribution inputs."""
         predict, outputs, positions = self.candidates.prepare(x)
-        targets = Targets.of(self.candidates.posterior, outputs[0], y, positions)
+        targets = Targets.from_outputs(self.candidates.posterior, outputs[0], y, positions)
         self.n_data += targets.n_data
         settings = self.candidates.settings
         if not self._groups:

@@ -59,7 +59,7 @@ def compare(
                 summary = mixed([_summary(one, rows, x, options) for one, rows in parts], weights)
                 f = [network_outputs(one, rows, x) for one, rows in parts]
                 positions = prediction.positions
-                targets = Targets.of(first, f[0], y, positions)
+                targets = Targets.from_outputs(first, f[0], y, positions)
                 known = mixed([target.at_outputs(likelihood, each) for each in f], weights)
                 sigma = prediction.sigma_noise
                 noise = sigma if calibration is None else calibration.network_noise  # that of a posterior is less

@@ -51,9 +51,9 @@ class PosteriorGroup:
     posteriors: tuple[Posterior, ...]
     weigh: Callable[[PosteriorGroup], Tensor] | None = None
 
-    def at(self, hypers: Hyperparameters) -> PosteriorGroup:
+    def at_hyperparameters(self, hypers: Hyperparameters) -> PosteriorGroup:
         """The posteriors at shared hyper-parameters, with their graph; each keeps its own prior mean."""
-        return replace(self, posteriors=tuple(one.at(_shared(hypers, one)) for one in self.posteriors))
+        return replace(self, posteriors=tuple(one.at_hyperparameters(_shared(hypers, one)) for one in self.posteriors))
 
     def assigned(self, **values: Given) -> tuple[Posterior, ...]:
         """The posteriors at hyper-parameters as users give them, by name.
@@ -144,7 +144,9 @@ class PosteriorGroup:
             )
             for one in self.posteriors
         ]
-        return MixedCandidates(parts, torch.stack([self.at(setting).weights() for setting in settings], 1))
+        return MixedCandidates(
+            parts, torch.stack([self.at_hyperparameters(setting).weights() for setting in settings], 1)
+        )
 
 
 def _shared(hypers: Hyperparameters, posterior: Posterior) -> Hyperparameters:

@@ -29,7 +29,7 @@ from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.curvature.interface import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
-from laplace.engines.engine import CurvatureEngine, SeenBatch
+from laplace.engines.engine import CurvatureEngine, HeadBatch
 from laplace.enums import LinkApprox
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.fitting.fit import FitOptions, fit
@@ -74,7 +74,7 @@ _SURE = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class LinearHead:
     """A head on the features of data; numbers are float64. With positions, R are rows, data × positions."""
 
     likelihood: Likelihood
@@ -84,7 +84,7 @@ class Head:
     weight: Tensor  # W*, `[C, D]`
 
     @classmethod
-    def of_network(cls, posterior: Posterior, features: Tensor, f: Tensor, y: Tensor) -> Head:
+    def of_network(cls, posterior: Posterior, features: Tensor, f: Tensor, y: Tensor) -> LinearHead:
         """The head as the user trained it, on features with a 1 for a random bias, where the network has outputs f."""
         features, has_bias, n_outputs = widened(features), _has_random_bias(posterior), f.shape[1]
         sizes = [n_outputs * (features.shape[1] - has_bias), n_outputs * has_bias]
@@ -105,7 +105,7 @@ class Head:
 
     def refit(self, rows: Tensor, *, tolerance: float = 1e-6, max_steps: int = 100, residual: float = 1e-2) -> Tensor:
         """W of some rows, `[C, D]`; options are those of `minimise`."""
-        data = Head(self.likelihood, self.features[rows], self.offset, self.y[rows], self.weight)
+        data = LinearHead(self.likelihood, self.features[rows], self.offset, self.y[rows], self.weight)
         # With fewer rows than features nothing but W* says anything of the other directions, in which W is zero.
         basis, sums = data._basis if len(rows) < self.features.shape[1] else self._basis
         sums = sums * (len(rows) / len(self.features)) if basis is self._basis[0] else sums
@@ -264,7 +264,7 @@ def held_out_part(
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRows:
+class HeadFeatures:
     """Features of a head with what it makes of them; of outputs with positions, R are rows, data × positions."""
 
     features: Tensor  # φ, `[R, D]`, with a 1 for the bias
@@ -273,7 +273,7 @@ class HeadRows:
     inputs: Tensor  # number of the input that a row is of, `[R]`
 
     @classmethod
-    def of_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadRows:
+    def of_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor, start: int) -> HeadFeatures:
         """The rows of a batch whose first input has the number `start`."""
         parts = engine.head_jacobian(x)
         if parts is None:
@@ -289,7 +289,7 @@ class HeadRows:
         return cls(*(columns if rows is None else (column[rows] for column in columns)))
 
     @classmethod
-    def concatenated(cls, parts: list[HeadRows]) -> HeadRows:
+    def concatenated(cls, parts: list[HeadFeatures]) -> HeadFeatures:
         columns = [[part.features, part.f, part.y, part.inputs] for part in parts]
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
@@ -299,7 +299,7 @@ class HeadData:
     """A posterior over a head with the data of its fit, and the head refitted to parts of them."""
 
     posterior: Posterior
-    rows: HeadRows
+    rows: HeadFeatures
 
     @classmethod
     def read(cls, posterior: Posterior, train_loader: Iterable[Any], *, progress_bar: bool = False) -> HeadData:
@@ -317,7 +317,7 @@ class HeadData:
         batches.require_loader(train_loader, "train_loader")
         choices, problem = posterior.choices, posterior.problem
         engine = _native_backend(choices).engine(posterior.weights, problem, split_outputs=False)
-        parts: list[HeadRows] = []
+        parts: list[HeadFeatures] = []
         n_data = 0
         with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
             for name, x, y in next_token.read(
@@ -325,11 +325,11 @@ class HeadData:
                 label="features of the head", progress_bar=progress_bar,
             ):  # fmt: skip
                 with named(name):
-                    parts.append(HeadRows.of_batch(engine, x, y, n_data))
+                    parts.append(HeadFeatures.of_batch(engine, x, y, n_data))
                 n_data += len(y)
         if not parts:
             raise InvalidData("train_loader gave no data, or all are ignored; give the data of the fit.")
-        rows, seen = HeadRows.concatenated(parts), posterior.map_fit.n_data
+        rows, seen = HeadFeatures.concatenated(parts), posterior.map_fit.n_data
         count = float(posterior.likelihood.count(rows.f, rows.y))
         if not same_count(count, seen):
             raise InvalidData(f"train_loader gave {count:g} data, the fit has seen {seen:g}; give the data of the fit.")
@@ -380,9 +380,9 @@ class HeadData:
         return [(data.features[part, :width], data.y[part]) for part in rows.split(_ROWS_OF_BATCH)]
 
     @cached_property
-    def head(self) -> Head:
+    def head(self) -> LinearHead:
         """The head on these data, as the user trained it."""
-        return Head.of_network(self.posterior, self.rows.features, self.rows.f, self.rows.y)
+        return LinearHead.of_network(self.posterior, self.rows.features, self.rows.f, self.rows.y)
 
     @property
     def _has_bias(self) -> bool:
@@ -530,7 +530,7 @@ def held_out_losses(posterior: Posterior, link: str = LinkApprox.PROBIT) -> tupl
     return None
 
 
-def _kept_by_fit(posterior: Posterior, link: str) -> list[SeenBatch]:
+def _kept_by_fit(posterior: Posterior, link: str) -> list[HeadBatch]:
     """The data of the fit as it kept them; none where they are not all, or do not say how the posterior predicts."""
     data, engine, likelihood = posterior.data, posterior.cache.engine, posterior.likelihood
     if data is None or engine is None or posterior.overrides(*POSTERIOR, *PREDICTIONS):
@@ -545,7 +545,7 @@ def _kept_by_fit(posterior: Posterior, link: str) -> list[SeenBatch]:
     return seen if n_data >= _LEAST and n_data == data.fit.n_data else []
 
 
-def _losses(posterior: Posterior, seen: list[SeenBatch], link: str) -> tuple[Tensor, Tensor] | None:
+def _losses(posterior: Posterior, seen: list[HeadBatch], link: str) -> tuple[Tensor, Tensor] | None:
     likelihood, slots = posterior.likelihood, posterior.problem.slots
     f, y = (torch.cat(column) for column in zip(*((batch.f, batch.y) for batch in seen), strict=True))
     (n_data, n_outputs), width, has_bias = f.shape, seen[0].features.shape[1], len(slots) > 1
@@ -560,7 +560,7 @@ def _losses(posterior: Posterior, seen: list[SeenBatch], link: str) -> tuple[Ten
     every = torch.arange(n_rows)  # on the host, who knows which
     out, rest = every[::3].to(f.device), every[every % 3 > 0].to(f.device)
 
-    head = Head.of_network(posterior, torch.cat([features, ones], 1) if has_bias else features, f, y)
+    head = LinearHead.of_network(posterior, torch.cat([features, ones], 1) if has_bias else features, f, y)
     moved = head.refit(rest, max_steps=_STEPS, residual=_RESIDUAL)
     f, y = (head.features[out] @ moved.T + head.offset).to(f), y[out]
 

@@ -351,7 +351,7 @@ class Targets:
     rows: Tensor | None  # rows that are not ignored, of outputs with positions; None for all
 
     @classmethod
-    def of(cls, posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Targets:
+    def from_outputs(cls, posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Targets:
         """Targets of outputs f `[B, C]`; with positions, B are rows, data × positions."""
         if y is None:
             check_outputs(f)

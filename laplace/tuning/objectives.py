@@ -17,6 +17,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import widened
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -30,7 +31,7 @@ from laplace.structures.base import Precision
 from laplace.tuning.candidates import Losses, Predictive
 from laplace.tuning.group import PosteriorGroup, require_same_data
 from laplace.tuning.losses import Loss, LossRule, Targets, Validation, entropy_of, make_loss
-from laplace.tuning.search import Coordinates, Grid, Objective, TuningResult
+from laplace.tuning.search import Coordinates, GridSearch, Objective, TuningResult
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The evidence
@@ -63,8 +64,10 @@ class EvidenceObjective(Objective):
         with autograd_mode(), torch.enable_grad():
             exponentials = logs.exp()
             numbers = exponentials.to(coordinates.start.dtype).detach().requires_grad_()
-            value = self.group.at(coordinates.of(numbers)).log_evidence()
-            (gradient,) = torch.autograd.grad(value, numbers, _one(value.dtype, value.device))
+            value = self.group.at_hyperparameters(coordinates.from_numbers(numbers)).log_evidence()
+            # Elsewhere none is given: with one autograd imports SymPy at first, a third of a second.
+            slope = _one(value.dtype, value.device) if operations_are_dear(value.device) else None
+            (gradient,) = torch.autograd.grad(value, numbers, slope)
             known = value.detach() if self.group.weigh else value.detach().to(numbers.dtype)
             return known, gradient * exponentials
 
@@ -80,7 +83,7 @@ class EvidenceObjective(Objective):
         few of them: what suits an evidence that costs solutions of linear systems, and is known with a standard error.
         """
         posterior, leaf = self.group.first, delta.detach().clone().requires_grad_()
-        at = posterior.at(replace(posterior.hypers, prior_precision=leaf))
+        at = posterior.at_hyperparameters(replace(posterior.hypers, prior_precision=leaf))
         value = at.log_evidence().to(delta.dtype)
         (slope,) = torch.autograd.grad(value, leaf)
         (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
@@ -161,7 +164,7 @@ class ValidationLoss(Objective):
         self.group, self.data, self.predictive = group, data, predictive
         self.loss = make_loss(loss, group.likelihood)
 
-    def grid(self, axes: dict[str, Tensor], prior: Tensor) -> Grid:
+    def grid(self, axes: dict[str, Tensor], prior: Tensor) -> GridSearch:
         """The grid of some axes; a tuned prior precision is written in the structure of `prior`."""
         now = self.group.hypers(tuple(axes))
         if "prior_precision" not in axes and now.prior_precision.numel() > 1:
@@ -171,7 +174,7 @@ class ValidationLoss(Objective):
             )
         if "sigma_noise" in axes and now.sigma_noise.ndim:
             now = replace(now, sigma_noise=self._noise_of_residuals(now))
-        return Grid(axes, now, prior)
+        return GridSearch(axes, now, prior)
 
     def _noise_of_residuals(self, now: Hyperparameters) -> Tensor:
         """Noises in the ratios of the outputs' residuals, `[C]`, by a forward pass over the validation data."""
@@ -191,7 +194,7 @@ class ValidationLoss(Objective):
         total, count = sum((total for total, _ in every), start=torch.zeros(())), sum(count for _, count in every)
         return noise_like(total.to(now.device) / count, now.sigma_noise) if count else now.sigma_noise
 
-    def losses(self, grid: Grid) -> tuple[Tensor, Callable[[], Tensor]]:
+    def losses(self, grid: GridSearch) -> tuple[Tensor, Callable[[], Tensor]]:
         first, data, loss = self.group.first, self.data, self.loss
         with autograd_mode(), torch.no_grad():
             candidates = self.group.candidates(grid.settings, self.predictive, whole_covariance=loss.whole_covariance)
@@ -223,7 +226,7 @@ class ValidationLoss(Objective):
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class _LinearisedBatch:
     """Linearised outputs of a batch: Jacobians of consecutive parts, the mean `[B, C]`, and targets."""
 
     jacobians: list[Jacobian]
@@ -259,30 +262,30 @@ class SmoothLoss(ValidationLoss):
         first = group.first
         with autograd_mode(), torch.no_grad():
             self.inside = [self._run(*batch) for batch in data.batches(first)]
-            self.outside: list[list[_Batch]] = []
+            self.outside: list[list[_LinearisedBatch]] = []
             if data.ood_loader is not None:
                 self.entropy = entropy_of(group.likelihood)
                 self.outside = [self._run(*batch) for batch in data.ood_inputs(first)]
         self.summaries = predictive.summaries(group.likelihood, for_scores=not self.loss.whole_covariance)
 
-    def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[_Batch]:
+    def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[_LinearisedBatch]:
         """One pass of every network over a batch."""
-        rows: list[_Batch] = []
+        rows: list[_LinearisedBatch] = []
         with named(name):
             for posterior in self.group.posteriors:
                 x = batches.to_device(x, posterior.problem.device)
                 with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
                     parts = list(pieces)
                 mean = torch.cat([f for _, f in parts]).to(posterior.hypers.dtype)
-                targets = Targets.of(posterior, mean, y, parts[0][0].positions)
-                rows.append(_Batch([jacobian for jacobian, _ in parts], mean, targets))
+                targets = Targets.from_outputs(posterior, mean, y, parts[0][0].positions)
+                rows.append(_LinearisedBatch([jacobian for jacobian, _ in parts], mean, targets))
         return rows
 
     def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         every = [*self.inside, *self.outside]
         with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
-            group = self.group.at(coordinates.hypers(leaf))
+            group = self.group.at_hyperparameters(coordinates.hypers(leaf))
             if any(posterior.overrides(*POSTERIOR) for posterior in self.group.posteriors):
                 # Of posteriors that users compute only autograd knows the derivative.
                 variances = [
@@ -299,7 +302,7 @@ class SmoothLoss(ValidationLoss):
                 return loss.detach(), gradient
             precisions = [posterior.evidence.precision for posterior in group.posteriors]
             # What a precision keeps must not depend on who asks first: with a graph, or without.
-            still = self.group.at(coordinates.hypers(logs.detach()))
+            still = self.group.at_hyperparameters(coordinates.hypers(logs.detach()))
             constants = [posterior.evidence.precision for posterior in still.posteriors]
             variances = [
                 [
@@ -325,12 +328,12 @@ class SmoothLoss(ValidationLoss):
                         gradient = gradient + _through(precision, constant, jacobians, slope, leaf)
             return loss.detach(), gradient
 
-    def _users_variance(self, posterior: Posterior, batch: _Batch) -> Tensor:
+    def _users_variance(self, posterior: Posterior, batch: _LinearisedBatch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, with its graph."""
         contract = self.summaries.contraction(posterior.predictive_precision())
         return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
 
-    def _variance(self, precision: Precision, batch: _Batch) -> Tensor:
+    def _variance(self, precision: Precision, batch: _LinearisedBatch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
         contract, read = self.summaries.contraction(precision), self.summaries.read
         with torch.no_grad():
@@ -339,7 +342,7 @@ class SmoothLoss(ValidationLoss):
     def _loss(self, variances: list[list[Tensor]], group: PosteriorGroup) -> Tensor:
         weights, sigma = group.weights(), group.first.hypers.sigma_noise
 
-        def mean_of(rule: LossRule, data: list[list[_Batch]], variances: list[list[Tensor]]) -> Tensor:
+        def mean_of(rule: LossRule, data: list[list[_LinearisedBatch]], variances: list[list[Tensor]]) -> Tensor:
             running = rule.fresh()
             for batch, variance_of_each in zip(data, variances, strict=True):
                 parts = zip(batch, variance_of_each, strict=True)

@@ -125,7 +125,7 @@ class Objective(ABC):
         """The objective at a prior precision δ, and the factor of the next one, float64."""
         raise UnsupportedError(f"{type(self).__name__} has no fixed point; use another method.")
 
-    def losses(self, grid: Grid) -> tuple[Tensor, Callable[[], Tensor]]:
+    def losses(self, grid: GridSearch) -> tuple[Tensor, Callable[[], Tensor]]:
         """The losses of all settings, float64, `[n]`, and the networks' own ones at every noise of the grid."""
         raise UnsupportedError(f"{type(self).__name__} has no losses on a grid; use another method.")
 
@@ -141,12 +141,12 @@ class Search:
     """A search, by one of the methods; the posteriors are not changed."""
 
     objective: Objective
-    coordinates: Coordinates | Grid
+    coordinates: Coordinates | GridSearch
     options: SearchOptions
 
     def run(self) -> TuningResult:
         """The best hyper-parameters; an error where the objective is finite nowhere."""
-        if isinstance(self.coordinates, Grid):
+        if isinstance(self.coordinates, GridSearch):
             result, names = self._on_grid(self.coordinates), tuple(self.coordinates.axes)
         else:
             result = (self._fixed_point if self.options.method == "em" else self._by_gradient)(self.coordinates)
@@ -186,7 +186,7 @@ class Search:
         best = replace(coordinates.start, prior_precision=delta)
         return _result(best, values[-1], torch.tensor(values, dtype=wide_dtype()), converged, notes)
 
-    def _on_grid(self, grid: Grid) -> TuningResult:
+    def _on_grid(self, grid: GridSearch) -> TuningResult:
         values, of_network = self.objective.losses(grid)
         place = _smallest(values)
         values = values.view(grid.shape)
@@ -235,9 +235,9 @@ class Coordinates:
 
     def hypers(self, logs: Tensor) -> Hyperparameters:
         """The hyper-parameters at a vector of logarithms `[n]`, with its graph."""
-        return self.of(logs.exp().to(self.start.dtype))
+        return self.from_numbers(logs.exp().to(self.start.dtype))
 
-    def of(self, numbers: Tensor) -> Hyperparameters:
+    def from_numbers(self, numbers: Tensor) -> Hyperparameters:
         """The hyper-parameters of which these are the numbers, `[n]`."""
         shapes = [getattr(self.start, name).shape for name in self.names]
         parts = (numbers,) if len(shapes) == 1 else numbers.split([shape.numel() for shape in shapes])
@@ -565,7 +565,7 @@ _AS_GOOD = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class GridSearch:
     """All combinations of some values of the tuned hyper-parameters."""
 
     axes: dict[str, Tensor]  # values of each, ascending or as the caller gave them, `[n]`
@@ -632,7 +632,7 @@ def _smallest(values: Tensor) -> int:
     return int((values == values[finite].min()).nonzero()[0])
 
 
-def _notes_of_grid(values: Tensor, place: int, grid: Grid, of_network: Callable[[], Tensor]) -> list[str]:
+def _notes_of_grid(values: Tensor, place: int, grid: GridSearch, of_network: Callable[[], Tensor]) -> list[str]:
     finite = values.isfinite()
     notes: list[str] = []
     if not finite.all():
@@ -647,7 +647,7 @@ def _notes_of_grid(values: Tensor, place: int, grid: Grid, of_network: Callable[
 
 
 def _notes_of_edges(
-    place: int, grid: Grid, loss: float, width: float, of_network: Callable[[], Tensor]
+    place: int, grid: GridSearch, loss: float, width: float, of_network: Callable[[], Tensor]
 ) -> Iterable[str]:
     """Notes on hyper-parameters whose best value is on an edge of their axis.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import as_count, named
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import Factor
@@ -61,7 +61,7 @@ def leverages_of(
     if not moments:
         return (), "the fit has no second moments of the layers' inputs; give train_loader=, the data of the fit"
     dtype = posterior.hypers.dtype
-    found = [Leverage.of(name, factor) for name, factor in moments.items()]
+    found = [Leverage.from_moments(name, factor) for name, factor in moments.items()]
     return tuple(each.moved(None, dtype) for each in found if each is not None), ""
 
 
@@ -165,7 +165,9 @@ def in_layers(leverages: tuple[Leverage, ...], inputs: dict[str, Tensor], n_rows
     inputs = in_rows(inputs, n_rows)
     n_data = next(len(each) for each in inputs.values()) if inputs else n_rows
     columns = [
-        each.at(inputs[each.layer]) if each.layer in inputs else each.root.new_full((n_data,), torch.nan)
+        each.mean_over_positions(inputs[each.layer])
+        if each.layer in inputs
+        else each.root.new_full((n_data,), torch.nan)
         for each in leverages
     ]
     return torch.stack(columns, 1).repeat_interleave(n_rows // n_data, 0)
@@ -235,15 +237,15 @@ def _nll(
     likelihood, n_outputs = summaries.likelihood, f.shape[1]
     score = find_score("nll", likelihood)
 
-    def losses(rows: Gaussian, y: Tensor, sigma: Tensor) -> Tensor:
+    def losses(rows: GaussianOutputs, y: Tensor, sigma: Tensor) -> Tensor:
         return widened(score(likelihood, summaries.of_gaussian(rows.mean, rows.covariance), y, sigma))
 
     covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
-    network = Gaussian(f, covariance)
+    network = GaussianOutputs(f, covariance)
     gaussians = (network if tilt is None else tilt.gaussian(likelihood, sigma, r, network) for tilt in tilts)
     if not likelihood.has_noise and covariance.numel() * len(tilts) <= _AT_ONCE:  # then all share σ
         each = list(gaussians)
-        rows = Gaussian(torch.cat([one.mean for one in each]), torch.cat([one.covariance for one in each]))
+        rows = GaussianOutputs(torch.cat([one.mean for one in each]), torch.cat([one.covariance for one in each]))
         yield from losses(rows, y.repeat(len(each), *(1,) * (y.ndim - 1)), sigma).view(len(each), -1)
         return
     for tilt, rows in zip(tilts, gaussians, strict=True):

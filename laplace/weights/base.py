@@ -62,7 +62,7 @@ class Weights:
         del enable_backprop  # of the network that was given, all does
         return self._given
 
-    def announce(self) -> None:
+    def set_extractor_head(self) -> None:
         """Tells the network as users see it which coordinates are random, where that was found out."""
 
     def discover(self, x: Inputs, first: DeterminismCheck | None = None) -> Problem:

@@ -17,7 +17,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import apart, hooks_fire, unwrap
+from laplace.network.model_guard import hooks_fire, private_copy, unwrap
 from laplace.network.watch import DeterminismCheck
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -154,7 +154,7 @@ class _LinearCalls(TorchFunctionMode):
 @contextmanager
 def _hooked(model: nn.Module, forward_fn: ForwardFn | None, hook: Callable[..., Any]) -> Iterator[nn.Module]:
     """What to run for a model whose every layer calls `hook(name, module, args, output)`."""
-    with apart(model, forward_fn) as own, ExitStack() as stack:
+    with private_copy(model, forward_fn) as own, ExitStack() as stack:
         for name, module in own.named_modules():
             if _has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(hook, name)).remove)

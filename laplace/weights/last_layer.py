@@ -100,7 +100,7 @@ class LastLayer(Weights):
         self._extractor.enable_backprop = enable_backprop
         return self._extractor
 
-    def announce(self) -> None:
+    def set_extractor_head(self) -> None:
         if self.name is not None and self._extractor.last_layer_name is None:
             self._extractor.set_last_layer(self.name)
 

@@ -582,7 +582,7 @@ def fit_diagonal_swag_var(
         if not trained:
             raise InvalidArgument("the model has no trainable parameter; set requires_grad=True for some.")
         optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
-        moments = _Moments(parameters_to_vector(trained).detach())
+        moments = _RunningMoments(parameters_to_vector(trained).detach())
         for epoch in range(1, n_snapshots_total * snapshot_freq + 1):
             _train_epoch(learner, train_loader, criterion, optimizer, dict_key_y, rules)
             if epoch % snapshot_freq == 0:
@@ -593,7 +593,7 @@ def fit_diagonal_swag_var(
     return variance.clamp(min=min_var)
 
 
-class _Moments:
+class _RunningMoments:
     """Running mean and variance after Welford, which loses no digits where E[θ²] − E[θ]² cancels."""
 
     def __init__(self, like: Tensor) -> None:

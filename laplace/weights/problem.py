@@ -23,7 +23,7 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.network.fsdp import fsdp_processes, full_tensor, require_unsharded
 from laplace.network.input_errors import call_with_context
-from laplace.network.model_guard import apart, model_lock
+from laplace.network.model_guard import model_lock, private_copy
 from laplace.network.plain import known_places
 from laplace.network.tree import Place, places_of
 
@@ -37,7 +37,7 @@ class Selection:
     index: Tensor | None  # within the R × Q sub-matrix, row-major, or None if it is selected whole
 
     @classmethod
-    def of(cls, entries: Tensor, shape: torch.Size) -> Selection:
+    def from_entries(cls, entries: Tensor, shape: torch.Size) -> Selection:
         """Selection of the flat `entries` (sorted) of a tensor of `shape`."""
         width = max(1, shape[1:].numel()) if len(shape) > 1 else 1
         height = shape.numel() // width
@@ -67,7 +67,7 @@ class ParameterSlice:
     @cached_property
     def selection(self) -> Selection | None:
         """The random entries as rows × columns, or None for all."""
-        return None if self.entries is None else Selection.of(self.entries, self.shape)
+        return None if self.entries is None else Selection.from_entries(self.entries, self.shape)
 
     def on(self, device: torch.device) -> ParameterSlice:
         """The same entries, with indices on a device: these are copied there once, and kept."""
@@ -137,9 +137,9 @@ class Problem:
         )  # plain networks are whole
 
     @contextmanager
-    def apart(self) -> Iterator[Problem]:
-        """The same problem on a network that a block of passes has to itself, see `apart`."""
-        with apart(self.module, self.forward_fn) as module:
+    def on_private_copy(self) -> Iterator[Problem]:
+        """The same problem on a network that a block of passes has to itself, see `private_copy`."""
+        with private_copy(self.module, self.forward_fn) as module:
             own = copy.copy(self)
             object.__setattr__(own, "module", module)
             yield own

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace import ParametricLaplace
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.errors import LaplaceError
 from laplace.predictive import latent
 from tests import problems as catalogue
@@ -29,7 +29,7 @@ def covariance_of(la: ParametricLaplace) -> Tensor:
     return torch.linalg.inv(la.evidence().precision.to_dense())
 
 
-def latent_of(la: ParametricLaplace, x: Any, form: str) -> Gaussian:
+def latent_of(la: ParametricLaplace, x: Any, form: str) -> GaussianOutputs:
     """The latent Gaussian before any link."""
     return latent.linearised(la.engine, la.posterior(), x, form, create_graph=la.enable_backprop)
 

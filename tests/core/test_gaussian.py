@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.core.gaussian import Gaussian, covariance_root
+from laplace.core.gaussian import GaussianOutputs, covariance_root
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from tests.reference.compare import assert_close
 
@@ -40,7 +40,7 @@ def test_moments(kind) -> None:
     """All B·C×B·C covariances: rows are independent unless the covariance is joint."""
     covariance, exact = covariances()[kind]
     mean = torch.randn(B, C, dtype=torch.float64)
-    gaussian = Gaussian(mean, covariance)
+    gaussian = GaussianOutputs(mean, covariance)
     samples = gaussian.sample(N, torch.Generator().manual_seed(1)).flatten(1)
     variance = exact.diagonal().double()
     assert_close(samples.mean(0), mean.flatten(), "mc", standard_error=(variance / N).sqrt())
@@ -53,23 +53,23 @@ def test_moments(kind) -> None:
 def test_kinds_by_shape() -> None:
     mean = torch.zeros(B, C)
     flags = [
-        (Gaussian(mean, s).is_diagonal, Gaussian(mean, s).is_joint)
+        (GaussianOutputs(mean, s).is_diagonal, GaussianOutputs(mean, s).is_joint)
         for s in (torch.ones(B, C), torch.ones(B, C, C), torch.eye(B * C))
     ]
     assert flags == [(True, False), (False, False), (False, True)]
-    one = Gaussian(torch.zeros(1, 1), torch.full((1, 1), 4.0))
+    one = GaussianOutputs(torch.zeros(1, 1), torch.full((1, 1), 4.0))
     assert one.is_diagonal
     assert one.variance.item() == 4
-    assert Gaussian(torch.zeros(4, 1), torch.eye(4)).is_joint
-    assert Gaussian(torch.zeros(1, 4), torch.eye(4)).is_joint
+    assert GaussianOutputs(torch.zeros(4, 1), torch.eye(4)).is_joint
+    assert GaussianOutputs(torch.zeros(1, 4), torch.eye(4)).is_joint
 
 
 @pytest.mark.parametrize("shape", [(B,), (B, C + 1), (C, C), (B, C, C, 1), (B + 1, C, C), ()])
 def test_wrong_shapes(shape) -> None:
     with pytest.raises(InvalidArgument, match=r"accepted are \[3, 2, 2\]"):
-        Gaussian(torch.zeros(B, C), torch.ones(shape))
+        GaussianOutputs(torch.zeros(B, C), torch.ones(shape))
     with pytest.raises(InvalidArgument, match=r"\[B, C\] is accepted"):
-        Gaussian(torch.zeros(B), torch.ones(shape))
+        GaussianOutputs(torch.zeros(B), torch.ones(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -86,8 +86,8 @@ def test_the_factor_always_exists(dtype) -> None:
     assert_close(root[:2], covariance_root(good[:2]), "float32" if dtype == torch.float32 else "algebra")
     assert_close(root[5].diagonal(), still.diagonal().sqrt(), "float32" if dtype == torch.float32 else "algebra")
     mean, seeds = torch.zeros(8, 5, dtype=dtype), [torch.Generator().manual_seed(1) for _ in range(2)]
-    noise = Gaussian(mean, torch.ones_like(mean)).sample(3, seeds[0])
-    drawn = Gaussian(mean, covariance).sample(3, seeds[1])
+    noise = GaussianOutputs(mean, torch.ones_like(mean)).sample(3, seeds[0])
+    drawn = GaussianOutputs(mean, covariance).sample(3, seeds[1])
     assert_close(drawn, torch.einsum("bcd,sbd->sbc", root, noise), "float32" if dtype == torch.float32 else "algebra")
 
 
@@ -163,7 +163,7 @@ def test_near_singular_float32_covariances() -> None:
 def test_large_and_tiny_covariances() -> None:
     for scale in (1e-35, 1e35):
         covariance = scale * spd(3, c=4, dtype=torch.float32)
-        assert torch.isfinite(Gaussian(torch.zeros(3, 4), covariance).sample(10)).all()
+        assert torch.isfinite(GaussianOutputs(torch.zeros(3, 4), covariance).sample(10)).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -172,14 +172,14 @@ def test_not_finite(kind, value) -> None:
     covariance = covariances()[kind][0]
     covariance.flatten()[1 if kind != "diagonal" else 0] = value
     with pytest.raises(CurvatureError, match="NaN or infinite"):
-        Gaussian(torch.zeros(B, C, dtype=torch.float64), covariance).sample(2)
+        GaussianOutputs(torch.zeros(B, C, dtype=torch.float64), covariance).sample(2)
     with pytest.raises(InvalidData, match="mean of the Gaussian"):
-        Gaussian(torch.full((B, C), value), torch.ones(B, C)).sample(2)
+        GaussianOutputs(torch.full((B, C), value), torch.ones(B, C)).sample(2)
 
 
 def test_n_must_be_positive() -> None:
     with pytest.raises(InvalidArgument, match="n=0"):
-        Gaussian(torch.zeros(B, C), torch.ones(B, C)).sample(0)
+        GaussianOutputs(torch.zeros(B, C), torch.ones(B, C)).sample(0)
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "full", "joint"])
@@ -187,7 +187,7 @@ def test_samples_are_differentiable(kind) -> None:
     mean, covariance = torch.randn(B, C, dtype=torch.float64), covariances()[kind][0]
 
     def draw(mean: Tensor, covariance: Tensor) -> Tensor:
-        return Gaussian(mean, covariance).sample(2, torch.Generator().manual_seed(0))
+        return GaussianOutputs(mean, covariance).sample(2, torch.Generator().manual_seed(0))
 
     torch.autograd.gradcheck(draw, (mean.requires_grad_(), covariance.requires_grad_()))
 
@@ -200,13 +200,13 @@ def test_a_failed_row_does_not_spoil_the_gradients_of_others() -> None:
     assert_close(covariance.grad[0], alone.grad[0], "algebra")
     assert (covariance.grad[1] == 0).all()
     variance = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    Gaussian(torch.zeros(1, 2), variance).sample(3).sum().backward()
+    GaussianOutputs(torch.zeros(1, 2), variance).sample(3).sum().backward()
     assert torch.isfinite(variance.grad).all()
 
 
 def test_standard_deviation_of_many_rows_is_right_in_float32() -> None:
     mean, covariance = torch.zeros(500, 1), torch.full((500, 1, 1), 4.0)
-    samples = Gaussian(mean, covariance).sample(200, torch.Generator().manual_seed(0))
+    samples = GaussianOutputs(mean, covariance).sample(200, torch.Generator().manual_seed(0))
     assert_close(samples.std(), 2.0, "mc", standard_error=2 / math.sqrt(2 * 100_000))
     # independent rows: the mean over rows of one draw has variance 4/500
     assert_close(samples.mean(1).std(), math.sqrt(4 / 500), "mc", standard_error=math.sqrt(4 / 500 / 400))

@@ -19,7 +19,7 @@ def test_the_basis_is_orthogonal_and_ends_with_the_vectors(n: int, r: int, kind:
     if kind == "zero rows":
         rows[-r:] = 0
     vectors = torch.linalg.qr(rows)[0]
-    basis = ThinBasis.of(vectors)
+    basis = ThinBasis.from_last_columns(vectors)
     matrix = basis.matrix()[0]
     assert_close(matrix.T @ matrix, torch.eye(n, dtype=torch.float64), "algebra")
     assert_close(matrix[:, -r:].abs(), vectors.abs(), "algebra")

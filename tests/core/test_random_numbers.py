@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import random_numbers
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from tests.core.test_gaussian import B, C, covariances, spd
 from tests.reference.compare import assert_close
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.portable
 
 @pytest.mark.parametrize("kind", covariances())
 def test_equal_seeds_give_equal_numbers_and_the_global_state_is_left_alone(kind) -> None:
-    gaussian = Gaussian(torch.zeros(B, C, dtype=torch.float64), covariances()[kind][0])
+    gaussian = GaussianOutputs(torch.zeros(B, C, dtype=torch.float64), covariances()[kind][0])
     before = torch.random.get_rng_state()
     first, again = (gaussian.sample(4, torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(first, again)
@@ -26,8 +26,8 @@ def test_equal_seeds_give_equal_numbers_and_the_global_state_is_left_alone(kind)
 
 def test_follows_the_device(device) -> None:
     mean, covariance = torch.zeros(B, C), spd(B, c=C, dtype=torch.float32)
-    there = Gaussian(mean.to(device), covariance.to(device)).sample(2, torch.Generator().manual_seed(0))
-    here = Gaussian(mean, covariance).sample(2, torch.Generator().manual_seed(0))
+    there = GaussianOutputs(mean.to(device), covariance.to(device)).sample(2, torch.Generator().manual_seed(0))
+    here = GaussianOutputs(mean, covariance).sample(2, torch.Generator().manual_seed(0))
     assert there.device.type == device.type
     assert_close(there, here, "float32")
 
@@ -37,7 +37,7 @@ def test_follows_the_device(device) -> None:
 def test_averages_in_parts_are_those_of_all_draws(kind, n, monkeypatch) -> None:
     """Parts are of 16 to 31 draws here: the random numbers are those of one call, and none is drawn twice."""
     covariance, _ = covariances()[kind]
-    gaussian = Gaussian(torch.randn(B, C, dtype=torch.float64), covariance)
+    gaussian = GaussianOutputs(torch.randn(B, C, dtype=torch.float64), covariance)
     whole = gaussian.sample(n, torch.Generator().manual_seed(2))
     monkeypatch.setattr(random_numbers, "_AT_ONCE", 16 * B * C)
     in_parts = gaussian.sample(n, torch.Generator().manual_seed(2))

@@ -34,7 +34,7 @@ def test_entries_that_were_not_observed_count_nothing_and_have_derivatives() -> 
 def test_risk_of_equal_confidences_is_expected_over_their_orders() -> None:
     confidence = torch.tensor([0.9, 0.5, 0.5, 0.5, 0.3], dtype=torch.float64)
     right = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    ranking = scores.Ranking.of(confidence, right)
+    ranking = scores.Ranking.by_confidence(confidence, right)
     curve = ranking.curve(ranking.once)
     risks = []
     for middle in permutations((1, 2, 3)):

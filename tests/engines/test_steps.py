@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.network.model_guard import apart
+from laplace.network.model_guard import private_copy
 from tests.reference.compare import assert_close
 
 WIDTH, LENGTH = 8, 5
@@ -56,8 +56,8 @@ def test_the_switch_is_put_back(before: bool) -> None:
     model = Encoder()
     try:
         torch.backends.mha.set_fastpath_enabled(before)
-        with pytest.raises(ZeroDivisionError), apart(model):
-            with apart(Encoder()):
+        with pytest.raises(ZeroDivisionError), private_copy(model):
+            with private_copy(Encoder()):
                 assert not torch.backends.mha.get_fastpath_enabled()
             assert not torch.backends.mha.get_fastpath_enabled()
             _ = 1 / 0

@@ -140,7 +140,7 @@ def test_evidence_of_a_task(structure: str, likelihood: str) -> None:
     la.fit(task(likelihood, 1))
     former, eye = la.posterior().to_dense(), torch.eye(la.n_params, dtype=torch.float64)
     move(la)
-    new = TaskFit.of(la, task(likelihood, 2))
+    new = TaskFit.from_data(la, task(likelihood, 2))
     joint = new.posterior.posterior().to_dense()
     alone = grid.make("all", structure, likelihood, la.model, prior_precision=0.4, temperature=1.3, **noise)
     alone.fit(task(likelihood, 2))
@@ -163,7 +163,7 @@ def test_evidence_of_a_task(structure: str, likelihood: str) -> None:
 def test_the_first_task_has_the_evidence_of_a_fit() -> None:
     la, whole = posterior("all", "kron"), posterior("all", "kron")
     whole.fit(task())
-    assert_close(TaskFit.of(la, task()).log_marginal_likelihood(), whole.log_marginal_likelihood(), "algebra")
+    assert_close(TaskFit.from_data(la, task()).log_marginal_likelihood(), whole.log_marginal_likelihood(), "algebra")
     assert not la.is_fitted
 
 
@@ -172,7 +172,7 @@ def test_tuning_finds_the_maximum(structure: str) -> None:
     la = posterior("all", structure, prior_precision=torch.full((4,), 0.4))
     la.fit(task(seed=1))
     move(la)
-    new = TaskFit.of(la, task(seed=2))
+    new = TaskFit.from_data(la, task(seed=2))
     best = new.tuned_prior_precision(n_steps=400, lr=0.05).requires_grad_()
     assert best.shape == (4,)
     assert new.log_marginal_likelihood(best) > new.log_marginal_likelihood()
@@ -187,7 +187,7 @@ def test_finishing_a_task_is_a_fit_on_top(structure: str) -> None:
         each.fit(task(seed=1))
         move(each)
     plain.fit(task(seed=2), override=False)
-    TaskFit.of(la, task(seed=2)).finish()
+    TaskFit.from_data(la, task(seed=2)).finish()
     assert torch.equal(la.mean, plain.mean)
     assert torch.equal(la.posterior().to_dense(), plain.posterior().to_dense())
     assert_close(la(task()[0][0]), plain(task()[0][0]), "exact")

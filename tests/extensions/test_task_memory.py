@@ -170,7 +170,7 @@ def test_a_loop_of_one_s_own() -> None:
         (x, y), *_ = task(seed)
         (nn.functional.cross_entropy(la.model(x), y) + penalty() / grid.N_DATA).backward()
         optimizer.step()
-        ended = TaskFit.of(la, task(seed))
+        ended = TaskFit.from_data(la, task(seed))
         memory.add(ended.fit, ended.posterior.mean)
         ended.finish()
     assert len(memory.fits) == 2

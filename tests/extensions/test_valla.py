@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from laplace import Laplace, LLVaLLA, VaLLA
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.curvature import NativeEF
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError
 from laplace.extensions.valla import Energy
@@ -154,7 +154,7 @@ def test_the_objective_is_the_negative_bound() -> None:
 def test_energies_of_a_regression(alpha: float) -> None:
     noise = 0.6
     energy = Energy(get_likelihood("regression"), alpha, 0)
-    latent = Gaussian(torch.tensor([[0.3, -1.0]]).double(), torch.tensor([[0.8, 0.05]]).double())
+    latent = GaussianOutputs(torch.tensor([[0.3, -1.0]]).double(), torch.tensor([[0.8, 0.05]]).double())
     y = torch.tensor([[1.1, -0.4]]).double()
     one = torch.ones((), dtype=torch.float64)
     expected = sum(
@@ -176,7 +176,7 @@ def test_energies_of_a_regression(alpha: float) -> None:
 def test_energies_by_samples(alpha: float) -> None:
     """Two classes: the difference of the latents is a Gaussian, over which quadrature is exact."""
     covariance = torch.tensor([[[0.9, 0.3], [0.3, 1.4]]]).double()
-    latent = Gaussian(torch.tensor([[0.4, -0.2]]).double(), covariance)
+    latent = GaussianOutputs(torch.tensor([[0.4, -0.2]]).double(), covariance)
     one, count = torch.ones((), dtype=torch.float64), 200_000
     energy = Energy(get_likelihood("classification"), alpha, count)
     found = energy.log_terms(latent, torch.tensor([1]), one, 2 * one, torch.Generator().manual_seed(0))
@@ -187,7 +187,7 @@ def test_energies_by_samples(alpha: float) -> None:
 
 
 def test_the_probit_energy() -> None:
-    latent = Gaussian(torch.tensor([[0.4, -0.2, 1.0]]).double(), torch.tensor([[0.9, 2.0, 0.1]]).double())
+    latent = GaussianOutputs(torch.tensor([[0.4, -0.2, 1.0]]).double(), torch.tensor([[0.9, 2.0, 0.1]]).double())
     one = torch.ones((), dtype=torch.float64)
     found = Energy(get_likelihood("classification"), 1.0, 0).log_terms(
         latent, torch.tensor([1]), one, 2 * one, torch.Generator()

@@ -149,7 +149,7 @@ def adds_and_forgets(rank: int) -> None:
 
 def wide_matrices_arrive_whole(rank: int) -> None:
     """Of any width: both triangles are the sum's."""
-    processes = Processes.of(distributed.group.WORLD)
+    processes = Processes.from_argument(distributed.group.WORLD)
     assert processes is not None
     for n in (3, 64, 256, 257, 300, 1000, 2049):
         parts = [torch.randn(n, n, generator=torch.Generator().manual_seed(k)) for k in range(2)]

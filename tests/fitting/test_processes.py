@@ -52,7 +52,7 @@ FITS: dict[str, Callable[[], Any]] = {
     "gp": lambda: grid.make("all", "gp", n_subset=5).fit(grid.batches()),
     "subset": lambda: grid.make("all", "kron").fit(grid.batches(), subset=7),
     "mixture": lambda: MixtureLaplace([grid.network()], "classification").fit(grid.batches()),
-    "task": lambda: TaskFit.of(grid.make("all", "kron"), grid.batches()),
+    "task": lambda: TaskFit.from_data(grid.make("all", "kron"), grid.batches()),
     "online": lambda: OnlineLaplace(grid.network(), grid.batches()).step(1),
 }
 

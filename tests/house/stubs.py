@@ -93,13 +93,13 @@ from laplace.structures.base import Curvature
 from laplace.weights import Weights
 
 @dataclass(frozen=True)
-class Row:
+class ClassRecipe:
     name: str
     what: str
     more: str | None = ...
     attributes: str = ...
 
-ROWS: dict[str, Row]
+ROWS: dict[str, ClassRecipe]
 
 def class_of(cell: Cell) -> type[ParametricLaplace]: ...
 def classes() -> list[type[ParametricLaplace]]: ...
@@ -182,9 +182,9 @@ def overloads() -> Iterator[str]:
     """`Laplace` of every cell: all names by position, and those of the last layer also without its name."""
     cells = [cell for cls in grid.classes() if (cell := vars(cls).get("_key")) is not None]
     for cell in cells:
-        yield overload(cell, grid.class_of(Cell.of(cell)).__name__)
+        yield overload(cell, grid.class_of(Cell.from_key(cell)).__name__)
         if cell[0] == DEFAULTS[0] and cell[1] != DEFAULTS[1]:
-            yield overload(cell, grid.class_of(Cell.of(cell)).__name__, without_weights=True)
+            yield overload(cell, grid.class_of(Cell.from_key(cell)).__name__, without_weights=True)
     for weights, cls in (("all", "ParametricLaplace"), ("last_layer", "LLLaplace"), ("subnetwork", "SubnetLaplace")):
         yield of_users(weights, cls)
     yield of_users("last_layer", "LLLaplace", without_weights=True)
@@ -193,7 +193,7 @@ def overloads() -> Iterator[str]:
 
 
 def overload(cell: tuple[str, ...], cls: str, *, without_weights: bool = False) -> str:
-    weights, structure, family = Cell.of(cell)
+    weights, structure, family = Cell.from_key(cell)
     first = "*" if without_weights else f"subset_of_weights: {literal(SubsetOfWeights(weights))}"
     second = f"hessian_structure: {literal(HessianStructure(structure))}"
     if structure == DEFAULTS[1]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace.gp.heads import FLAT, INTERCEPT, POWER, Basis, softmax_heads
+from laplace.gp.heads import FLAT, INTERCEPT, POWER, FeatureBasis, softmax_heads
 from laplace.integrations import fitted_head
 from laplace.integrations.fitted_head import FittedHead
 from laplace.tuning.stacked import OF_NUMBERS, SCALES, TEMPERATURES
@@ -175,9 +175,9 @@ def test_every_scale_of_a_rating_is_as_wide_as_its_left_out_residuals() -> None:
 def test_directions_in_which_features_vary_are_allowed_more() -> None:
     """The prior variances of weights are those of the covariance, to the power, and of 1 off the span."""
     x, _ = data(n=24, n_features=40)
-    basis = Basis.of(x, torch.ones(24, dtype=WIDE))
+    basis = FeatureBasis.from_features(x, torch.ones(24, dtype=WIDE))
     z = (x - x.mean(0)) / x.std(0, correction=0)
     dense = reference.weighing(z, torch.full((24,), 1 / 24, dtype=WIDE), POWER)
     assert_close(basis.weighed(x), z @ dense, rtol=1e-9, atol=1e-9)
-    plain = Basis.of(x, torch.ones(24, dtype=WIDE), power=0.0)
+    plain = FeatureBasis.from_features(x, torch.ones(24, dtype=WIDE), power=0.0)
     assert_close(plain.weighed(x), z, rtol=1e-9, atol=1e-9)

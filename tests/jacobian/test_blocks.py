@@ -148,7 +148,7 @@ MATRICES = {
 def test_selected_entries_are_those_of_the_dense_block(name: str, entries: list[int]) -> None:
     make, shape = MATRICES[name]
     block, index = make(), torch.tensor(entries)
-    check(block.select_entries(Selection.of(index, torch.Size(shape)), index), block.dense()[..., index])
+    check(block.select_entries(Selection.from_entries(index, torch.Size(shape)), index), block.dense()[..., index])
 
 
 @pytest.mark.parametrize("output_first", [True, False])
@@ -202,7 +202,7 @@ def test_a_block_in_bases_of_subspaces(name: str, widths: tuple[int | None, int 
 
 def basis_of(n: int, *, is_thin: bool) -> OrthogonalBasis:
     """A basis by all of its vectors, or by one."""
-    return ThinBasis.of(orthogonal(n)[:, :1]) if is_thin else DenseBasis(orthogonal(n)[None])
+    return ThinBasis.from_last_columns(orthogonal(n)[:, :1]) if is_thin else DenseBasis(orthogonal(n)[None])
 
 
 def orthogonal(n: int) -> Tensor:

@@ -95,7 +95,7 @@ def test_the_steps_are_those_of_lanczos() -> None:
     scale = matrix.diagonal().sqrt()
     # zᵀ log(A) z over unit vectors z adds up to log det A, A = D^−½ P D^−½.
     found = cg.solve(lambda v: v @ matrix, torch.diag(scale), lambda v: v / scale**2, relative=1e-11, max_iterations=60)
-    mean = TraceLog.of([found]).value
+    mean = TraceLog.from_solutions([found]).value
     expected = matrix.logdet() - 2 * scale.log().sum()
     assert_close(12 * mean, expected, "backend", label="log det")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, MultivariateNormal
 
-from laplace.core.gaussian import Gaussian
+from laplace.core.gaussian import GaussianOutputs
 from laplace.core.scores import binary_entropy, class_entropy
 from laplace.errors import ApproximationWarning
 from laplace.likelihoods import Bernoulli
@@ -113,12 +113,12 @@ def test_dirichlet_in_closed_form() -> None:
 def test_gaussian_targets(sigma: Tensor) -> None:
     sigma = sigma.double()
     mean, covariance = latents(3)
-    found = decomposition.of_gaussian(Gaussian(mean, covariance), sigma)
+    found = decomposition.of_gaussian(GaussianOutputs(mean, covariance), sigma)
     noise = torch.diag(sigma.square().expand(3))
     assert_close(found.total, (covariance + noise).diagonal(dim1=1, dim2=2), "algebra")
     assert_close(found.predictive_entropy, MultivariateNormal(mean, covariance + noise).entropy(), "algebra")
     assert_close(found.expected_entropy, MultivariateNormal(mean, noise.expand(5, 3, 3)).entropy(), "algebra")
     variance = covariance.diagonal(dim1=1, dim2=2)
-    diagonal = decomposition.of_gaussian(Gaussian(mean, variance), sigma)
-    whole = decomposition.of_gaussian(Gaussian(mean, torch.diag_embed(variance)), sigma)
+    diagonal = decomposition.of_gaussian(GaussianOutputs(mean, variance), sigma)
+    whole = decomposition.of_gaussian(GaussianOutputs(mean, torch.diag_embed(variance)), sigma)
     assert_close(diagonal.mutual_information, whole.mutual_information, "algebra")

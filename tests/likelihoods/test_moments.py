@@ -16,7 +16,7 @@ from laplace.likelihoods.base import MomentLikelihood
 from laplace.likelihoods.heteroscedastic import NaturalPairs
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.mean_log_variance import LogVariancePairs
-from laplace.likelihoods.pairs import Pairs
+from laplace.likelihoods.pairs import GaussianPairs
 from laplace.likelihoods.poisson import log_normal_moments
 from laplace.likelihoods.targets import MomentTarget, TargetMoments
 from tests import grid
@@ -25,11 +25,11 @@ from tests.reference.compare import assert_close
 
 
 def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
-    return NaturalPairs.of(mean, covariance).moments()
+    return NaturalPairs.from_outputs(mean, covariance).moments()
 
 
 def log_variance_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
-    return LogVariancePairs.of(mean, covariance).moments()
+    return LogVariancePairs.from_outputs(mean, covariance).moments()
 
 
 MOMENTS = {
@@ -39,7 +39,7 @@ MOMENTS = {
 }
 LIKELIHOODS: list[MomentLikelihood] = [Poisson(), Heteroscedastic(), MeanLogVariance()]
 NOISY: list[MomentLikelihood] = LIKELIHOODS[1:]
-PAIRS: dict[str, type[Pairs]] = {"heteroscedastic": NaturalPairs, "mean_log_variance": LogVariancePairs}
+PAIRS: dict[str, type[GaussianPairs]] = {"heteroscedastic": NaturalPairs, "mean_log_variance": LogVariancePairs}
 
 
 def latents(spread: float = 0.3, c: int = 4) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def test_distribution_function(name: str, first: float, second: float, correlati
     covariance = torch.tensor([[first, shared], [shared, second]], dtype=torch.float64)
     for y in (-3.0, 0.1, 0.6, 40.0):
         target = torch.tensor([[y]], dtype=torch.float64)
-        found = PAIRS[name].of(mean.unsqueeze(0), covariance.unsqueeze(0)).below(target)
+        found = PAIRS[name].from_outputs(mean.unsqueeze(0), covariance.unsqueeze(0)).below(target)
         assert abs(float(found) - reference.distribution(mean, covariance, y, name)) < (1e-7 if second < 1 else 0.01)
 
 
@@ -149,7 +149,7 @@ def test_where_moments_say_nothing_median_and_spread_are_shown(
     known = MOMENTS[likelihood.name](mean, covariance)
     assert torch.equal(middle[0], known.mean.to(dtype)[0]) and torch.equal(spread[0], known.variance.to(dtype)[0])
     assert bool(middle.isfinite().all() and spread.isfinite().all() and (spread > 0).all())
-    pairs = PAIRS[likelihood.name].of(mean[1:], covariance[1:]).flat
+    pairs = PAIRS[likelihood.name].from_outputs(mean[1:], covariance[1:]).flat
     levels = tuple(float(level) for level in torch.special.ndtr(torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)))
     low, median, high = pairs.quantiles(levels, torch.finfo(dtype).max ** 0.49)
     assert_close(middle[1], median, "float32")

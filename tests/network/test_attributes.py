@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.network.model_guard import apart
+from laplace.network.model_guard import private_copy
 from laplace.network.watch import ModelState, attributes_of
 
 
@@ -57,10 +57,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_that_changed_is_taken_for_the_same(change: str) -> None:
     model = network()
-    state = ModelState.of(model)
-    assert ModelState.of(model).settings == state.settings
+    state = ModelState.from_model(model)
+    assert ModelState.from_model(model).settings == state.settings
     CHANGES[change](model)
-    assert ModelState.of(model).settings != state.settings
+    assert ModelState.from_model(model).settings != state.settings
 
 
 UNCHANGED: dict[str, Callable[[Any], Any]] = {
@@ -93,7 +93,7 @@ def test_attributes_are_those_of_then() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
 def test_a_copy_of_a_state_is_that_of_another_network(copied: Callable[[ModelState], ModelState]) -> None:
-    state = ModelState.of(network())
+    state = ModelState.from_model(network())
     assert copied(state).settings is None
 
 
@@ -102,12 +102,12 @@ def test_a_scripted_part_of_a_network_is_preserved_and_compared() -> None:
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 3))
     buffers = [buffer.clone() for buffer in model.buffers()]
     x = torch.randn(8, 3)
-    with apart(model):
+    with private_copy(model):
         model.train()
         model(x)
     assert all(map(torch.equal, model.buffers(), buffers))
     la = Laplace(model, "regression", "last_layer", "diag", last_layer_name="1")
     la.fit([(x, x)])
     la(x)
-    assert la.fingerprint is not None and la.fingerprint.state.settings == ModelState.of(model).settings
+    assert la.fingerprint is not None and la.fingerprint.state.settings == ModelState.from_model(model).settings
     assert all(map(torch.equal, model.buffers(), buffers))

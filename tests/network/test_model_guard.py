@@ -22,7 +22,7 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
-from laplace.network.model_guard import apart, users_own
+from laplace.network.model_guard import private_copy, users_own
 from laplace.structures.kron import KronPrecision
 from tests import grid
 from tests.conformance.backends import BACKENDS
@@ -566,7 +566,7 @@ class Buffers(nn.Module):
 def test_buffers_of_every_kind_are_put_back() -> None:
     model = nn.Sequential(Buffers(), nn.Linear(3, 3), Buffers())
     before = {name: (buffer, buffer.to_dense().clone()) for name, buffer in model.named_buffers()}
-    with apart(model) as own:
+    with private_copy(model) as own:
         own(X)
         assert not torch.equal(own.get_buffer("2.like3"), before["2.like3"][1])
     with users_own(model):

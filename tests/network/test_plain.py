@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from laplace import Laplace
 from laplace.errors import InvalidArgument, ModelChangedError
 from laplace.network import plain
-from laplace.network.model_guard import apart
+from laplace.network.model_guard import private_copy
 
 X, Y = torch.linspace(-1, 1, 36).double().view(12, 3), torch.linspace(-2, 1, 24).double().view(12, 2).sin()
 DATA = [(X[:6], Y[:6]), (X[6:], Y[6:])]
@@ -67,7 +67,7 @@ class Tripled(nn.Linear):
 
 
 def out(model: nn.Module) -> Tensor:
-    with apart(model) as own:
+    with private_copy(model) as own:
         return own(X)
 
 
@@ -357,7 +357,7 @@ class Checkpointed(Plain):
 def test_recorded_graph_is_read_after_other_calls(kind: type[Plain]) -> None:
     """What was recorded is of the buffers and weights of its own block."""
     model, x = kind(), X.clone().requires_grad_()
-    with apart(model) as own:
+    with private_copy(model) as own:
         later = own(x)
     model.shift += 1
     for _ in range(3):
@@ -384,7 +384,7 @@ def test_lazy_predictions_and_gradients() -> None:
 def test_blocks_inside_each_other_and_threads() -> None:
     """Blocks have different copies, within a thread and in several."""
     model = Plain()
-    with apart(model) as one, apart(model) as other:
+    with private_copy(model) as one, private_copy(model) as other:
         assert not {*one.modules()} & {*other.modules()}
         assert all(map(is_, one.parameters(), model.parameters()))
     la = fitted(model)
@@ -408,10 +408,10 @@ def test_an_error_within_a_block() -> None:
     """A copy in which a pass failed, with whatever is left in it, is not used again."""
     model = Plain().eval()
     expected = out(model)
-    with pytest.raises(ZeroDivisionError), apart(model) as own:
+    with pytest.raises(ZeroDivisionError), private_copy(model) as own:
         own._modules.clear()
         raise ZeroDivisionError
-    with apart(model) as own:
+    with private_copy(model) as own:
         vars(own)["scale"] = True
         own.register_forward_hook(lambda *_: torch.zeros(12, 2).double())
     assert all(torch.equal(out(model), expected) for _ in range(3))

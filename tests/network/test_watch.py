@@ -115,7 +115,7 @@ def test_posteriors_over_functions_notice_it(make: Any) -> None:
 def test_a_task_of_continual_learning_notices_it() -> None:
     model = Switched()
     la = grid.make("all", "kron", model=model)
-    task = TaskFit.of(la, grid.batches())
+    task = TaskFit.from_data(la, grid.batches())
     task.finish()
     model.active = None
     for posterior in (task.posterior, la):

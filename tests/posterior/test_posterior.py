@@ -48,7 +48,7 @@ def test_a_hundred_steps_make_one_decomposition_of_every_factor(decompositions: 
     la.optimize_prior_precision(n_steps=100)
     la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
     la(PROBLEM.x)
-    la.snapshot().at(la.snapshot().hypers).log_evidence()
+    la.snapshot().at_hyperparameters(la.snapshot().hypers).log_evidence()
     assert len(decompositions) == first
 
 

@@ -16,7 +16,7 @@ Y = torch.tensor([[0.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
 def test_sigmoid_expectations(deviation: float) -> None:
     """Against a sum over 200,001 points: 32 Gauss–Hermite points miss the curvature by 40 % at a deviation of 10."""
     likelihood = Bernoulli()
-    smoothing = Smoothing.of(likelihood, 1, 2, None, MEANS, widest=deviation)
+    smoothing = Smoothing.for_likelihood(likelihood, 1, 2, None, MEANS, widest=deviation)
     z = torch.linspace(-10, 10, 200_001, dtype=torch.float64)
     mass = torch.softmax(-z.square() / 2, 0)
     f = MEANS + deviation * z  # [B, points]
@@ -38,7 +38,7 @@ def test_saturated_softmax_has_a_root() -> None:
     """With p₀ = 1 − 8.5e-18 the entry p₀ − p₀² is lost to rounding, and the matrix has a negative eigenvalue."""
     f = torch.tensor([[40.0, 0.0, 0.0]], dtype=torch.float64)
     y = torch.tensor([0])
-    smoothing = Smoothing.of(Categorical(), 3, 4, None, f)
+    smoothing = Smoothing.for_likelihood(Categorical(), 3, 4, None, f)
     found = smoothing.hessian(Categorical(), f, 1e-6 * torch.eye(3, dtype=torch.float64).unsqueeze(0), y)
     columns = found.root()
     a = torch.exp(torch.tensor(-40.0, dtype=torch.float64))
@@ -58,13 +58,15 @@ def test_the_standard_error_is_that_of_other_points(n_outputs: int, n_samples: i
     )
     means, errors = [], []
     for seed in range(60):
-        smoothing = Smoothing.of(Categorical(), n_outputs, n_samples, torch.Generator().manual_seed(seed), f)
+        smoothing = Smoothing.for_likelihood(
+            Categorical(), n_outputs, n_samples, torch.Generator().manual_seed(seed), f
+        )
         losses = smoothing.losses(Categorical(), f, root, y)[:, 0]
         means.append(smoothing.mean(losses))
         errors.append(smoothing.standard_error(losses))
     spread, error = float(torch.stack(means).std()), sum(errors) / len(errors)
     assert 0.6 * spread < error < 1.6 * spread
-    assert Smoothing.of(Bernoulli(), 1, 2, None, f).standard_error(f[:, 0]) == 0
+    assert Smoothing.for_likelihood(Bernoulli(), 1, 2, None, f).standard_error(f[:, 0]) == 0
 
 
 @pytest.mark.parametrize("n_outputs", [3, 5])
@@ -77,7 +79,7 @@ def test_the_standard_error_is_not_too_small(n_outputs: int) -> None:
     root = torch.linalg.cholesky(1.5 * half @ half.mT / n_outputs + 0.1 * torch.eye(n_outputs, dtype=torch.float64))
     means, errors = [], []
     for seed in range(300):
-        smoothing = Smoothing.of(Categorical(), n_outputs, 200, torch.Generator().manual_seed(seed), f)
+        smoothing = Smoothing.for_likelihood(Categorical(), n_outputs, 200, torch.Generator().manual_seed(seed), f)
         losses = smoothing.losses(Categorical(), f, root, y)[:, 0]
         means.append(float(smoothing.mean(losses)))
         errors.append(smoothing.standard_error(losses))

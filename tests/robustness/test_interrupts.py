@@ -39,7 +39,7 @@ def as_it_was(model: nn.Module) -> dict[str, Any]:
 
 
 def pass_through(model: nn.Module) -> None:
-    with model_guard.same_random_state(model), model_guard.apart(model) as module:
+    with model_guard.same_random_state(model), model_guard.private_copy(model) as module:
         own: Any = module
         own(X)
         torch.rand(2)

@@ -168,7 +168,7 @@ def test_projections_that_get_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> No
         n_sweeps += 1
         return w, w.new_ones(len(w))
 
-    monkeypatch.setattr(projected._Rows, "swept", swept)
+    monkeypatch.setattr(projected._ScaledRows, "swept", swept)
     with pytest.warns(ApproximationWarning, match="max_sweeps"):
         laplace.projected(la, loader, 3, max_sweeps=11)
     assert n_sweeps == 11

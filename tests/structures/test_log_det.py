@@ -15,7 +15,7 @@ from laplace import Laplace, ParametricLaplace
 from laplace.core import pieces as core_pieces
 from laplace.large_structures import kronecker_eigenvectors
 from laplace.structures import log_det
-from laplace.structures.log_det import Pairs, log_det_ratio, log_det_relative
+from laplace.structures.log_det import EigenvaluePairs, log_det_ratio, log_det_relative
 from tests.reference.compare import assert_close
 
 F64 = torch.float64
@@ -160,7 +160,7 @@ def test_pairs_against_sums(
     for unit in (1.0, 1e-22, 1e10):
         values, scale = (unit * _eigenvalues()).to(dtype), torch.tensor(1.3, dtype=dtype, requires_grad=True)
         deltas = (1.3 / factor / _ratios(n).detach()).to(dtype)
-        found = Pairs(partial(torch.clone, values), SIZES).log_det_ratio(scale, deltas)
+        found = EigenvaluePairs(partial(torch.clone, values), SIZES).log_det_ratio(scale, deltas)
         (slope,) = torch.autograd.grad(found, scale)
         sizes = SIZES if n > 1 else (sum(SIZES),)
         terms = list(zip(values.double().split(list(sizes)), 1 / deltas.double(), strict=True))
@@ -173,7 +173,7 @@ def test_pairs_against_sums(
 @pieces
 def test_derivatives_of_pairs(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _pieces(monkeypatch, piece)
-    pairs = Pairs(_eigenvalues, SIZES)
+    pairs = EigenvaluePairs(_eigenvalues, SIZES)
     inputs = (torch.tensor(0.7, dtype=F64, requires_grad=True), _ratios(len(SIZES)))
     assert torch.autograd.gradcheck(pairs.log_det_ratio, inputs)
     assert torch.autograd.gradgradcheck(pairs.log_det_ratio, inputs)
@@ -183,13 +183,13 @@ def test_pairs_of_eigenvalues_below_zero_are_none() -> None:
     """(1 − 2) (1 − 3) is positive, and a matrix with these eigenvalues is not."""
     one = torch.ones(1, dtype=F64)
     values = torch.tensor([-0.9, -1e-9, 0.0, 4.0, 1e5], dtype=F64)
-    assert_close(Pairs(lambda: values, (5,)).log_det_ratio(one[0], one), (1 + values).log().sum(), "algebra")
-    assert Pairs(lambda: -values - 2, (5,)).log_det_ratio(one[0], one).isnan()
+    assert_close(EigenvaluePairs(lambda: values, (5,)).log_det_ratio(one[0], one), (1 + values).log().sum(), "algebra")
+    assert EigenvaluePairs(lambda: -values - 2, (5,)).log_det_ratio(one[0], one).isnan()
 
 
 def test_pairs_without_eigenvalues() -> None:
     one = torch.ones(1)
-    assert Pairs(lambda: one[:0], (0,)).log_det_ratio(one[0], one) == 0
+    assert EigenvaluePairs(lambda: one[:0], (0,)).log_det_ratio(one[0], one) == 0
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "lowrank_kron", "block"])
@@ -304,7 +304,7 @@ def test_second_derivatives_of_pairs_keep_their_range(largest: float, dtype: tor
         if dtype is torch.float32 and largest / delta > 1e18:  # whose square no sum of single terms holds either
             continue
         leaf = torch.tensor([delta], dtype=dtype, requires_grad=True)
-        found = Pairs(lambda: values.to(dtype), (7,)).log_det_ratio(torch.ones((), dtype=dtype), leaf)
+        found = EigenvaluePairs(lambda: values.to(dtype), (7,)).log_det_ratio(torch.ones((), dtype=dtype), leaf)
         (slope,) = torch.autograd.grad(found, leaf, create_graph=True)
         (second,) = torch.autograd.grad(slope.sum(), leaf)
         share = values / (delta + values)  # log(1 + h/δ): −h / (δ (δ + h)), and h (2 δ + h) / (δ² (δ + h)²)

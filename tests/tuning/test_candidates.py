@@ -30,7 +30,7 @@ from laplace.metrics import (
 )
 from laplace.structures import STRUCTURES
 from laplace.tuning import TuningResult
-from laplace.tuning.search import Grid
+from laplace.tuning.search import GridSearch
 from tests import grid
 from tests.reference.compare import assert_close
 
@@ -472,6 +472,6 @@ def test_a_noise_per_output_needs_its_fit() -> None:
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
 def test_places_have_an_index_on_every_axis(shape: tuple[int, ...]) -> None:
     axes = {str(axis): torch.ones(n) for axis, n in enumerate(shape)}
-    candidates = Grid(axes, grid.fitted("all", "diag").snapshot().hypers, torch.ones(1))
+    candidates = GridSearch(axes, grid.fitted("all", "diag").snapshot().hypers, torch.ones(1))
     expected = itertools.product(*map(range, shape))
     assert [tuple(candidates.index_of(place)) for place in range(math.prod(shape))] == list(expected)

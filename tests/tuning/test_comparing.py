@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Comparison, FunctionalLaplace, Laplace, MixtureLaplace, VaLLA
-from laplace.comparison import Row
+from laplace.comparison import ComparisonRow
 from laplace.errors import (
     DataWarning,
     InvalidArgument,
@@ -67,7 +67,7 @@ def check(
         assert_close([row.network, row.posterior, row.difference], [*values, values[1] - values[0]], kind, label=name)
 
 
-def _numbers(row: Row) -> list[float]:
+def _numbers(row: ComparisonRow) -> list[float]:
     return [row.network, row.posterior, row.difference, row.standard_error]
 
 
@@ -542,7 +542,8 @@ def test_intervals_of_a_noise_that_is_hardly_known_count_as_they_are(likelihood:
     found = la.compare([(strange, y.repeat(2, 1)[:40])])
     assert all(math.isfinite(value) for row in found.rows.values() for value in (row.network, row.posterior))
     latent = la.predict(strange).latent
-    below = la.likelihood_object.target.pairs.of(latent.mean, latent.covariance).below(y.repeat(2, 1)[:40].double())
+    pairs = la.likelihood_object.target.pairs.from_outputs(latent.mean, latent.covariance)
+    below = pairs.below(y.repeat(2, 1)[:40].double())
     assert found.rows["coverage_90"].posterior == float(((below - 0.5).abs() <= 0.45).double().mean())
 
 

@@ -142,7 +142,7 @@ def test_a_weight_decay_is_found(likelihood: str) -> None:
 def test_nothing_is_left_of_where_the_search_begins(n: int) -> None:
     """Heads that differ by what the features do not see, or far apart with one penalty, have one refit."""
     from laplace.likelihoods.categorical import Categorical
-    from laplace.tuning.held_out import Head
+    from laplace.tuning.held_out import LinearHead
 
     model = network()
     x, y, _ = data(n)
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_where_the_search_begins(n: int) -> None:
     starts = [torch.randn(C, D + 1, dtype=x.dtype, generator=seeded(seed)) for seed in (1, 2)]
     ends: list[Tensor] = []
     for start in starts:
-        head = Head(Categorical(), phi, offset, y, start)
+        head = LinearHead(Categorical(), phi, offset, y, start)
         vars(head)["ridge"] = 0.01
         ends.append(head.refit(torch.arange(n - 1)))
     assert_close(ends[0], ends[1], "float32")

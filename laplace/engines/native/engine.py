@@ -94,7 +94,7 @@ class NativeEngine(CurvatureEngine):
                     f"tensor give the outputs of {batch.n_data} data. Give fewer data at once."
                 )
             start = part.start * batch.capture.n_positions
-            outputs = None if choice is None else choice.at(batch.f, batch.positions, start)
+            outputs = None if choice is None else choice.chosen(batch.f, batch.positions, start)
             f = batch.at_outputs(outputs)
             if batch.mixes and batch.n_data == 1:
                 at_once = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * f.shape[1]))
@@ -190,7 +190,11 @@ class NativeEngine(CurvatureEngine):
         batch, _ = self.observe(x, y)
         kept: dict[int, int] = {}
         widths: list[int] = []
-        with torch.inference_mode(False), batch.problem.apart() as problem, _recording(problem.module, kept, widths):
+        with (
+            torch.inference_mode(False),
+            batch.problem.on_private_copy() as problem,
+            _recording(problem.module, kept, widths),
+        ):
             again = record(problem, batch.x, loop=batch.capture.loop, observed=batch.capture.watched)
         del again
         return replace(self._profile(batch), graph=sum(kept.values()), widest=max(widths, default=0))
@@ -232,7 +236,7 @@ class NativeEngine(CurvatureEngine):
 
     def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
         """One captured forward pass in evaluation mode, with a plan proven for this form of input."""
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             x = x if create_graph else detached(x)
             capture = self._capture(problem, x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
@@ -383,7 +387,7 @@ class NativeEngine(CurvatureEngine):
 
     def linear(self, x: Inputs) -> Linearised:
         """The outputs of a batch as a linear function of the random entries, which outlives the call."""
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             return Linearised(problem, self._differentiable(problem, x))
 
     def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
@@ -394,7 +398,7 @@ class NativeEngine(CurvatureEngine):
                 return HeadMap(features.to(self.dtype), parts[0][0].head_places())
         if multiplied_out:
             return self._multiplied_out(x)
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             capture = self._differentiable(problem, x)
             linear, n_outputs = Linearised(problem, capture), capture.rows.shape[1]
             return GraphMap(linear, n_outputs, self.per_call(capture, _MOST_AT_ONCE))

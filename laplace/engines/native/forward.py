@@ -229,7 +229,7 @@ def _as_in(problem: Problem, stand_ins: dict[str, Tensor], create_graph: bool) -
     """Context in which the network is as in a recorded pass, but for the hooks."""
     is_copy = original(problem.module) is not problem.module  # to whose modules the checkpoints belong
     with (
-        nullcontext(problem) if is_copy else problem.apart() as again,
+        nullcontext(problem) if is_copy else problem.on_private_copy() as again,
         again.holding(stand_ins),
         hooks_fire(again.module) if create_graph else nullcontext(),
         differentiable(again.module, twice=create_graph, of_head=problem.head is not None),
@@ -552,7 +552,7 @@ class ForwardPass:
     def heads(self) -> dict[int, HeadBlock]:
         """Blocks of the last layer where all its entries are random: they need no gradients."""
         blocks = {i: self._by_row(self._without_gradients(i)) for i in range(len(self.plan)) if self._ends(i)}
-        heads = {i: HeadBlock.of(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
+        heads = {i: HeadBlock.from_block(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
         return {i: head for i, head in heads.items() if head is not None}
 
     def _by_row(self, block: Block) -> Block | None:
@@ -701,7 +701,7 @@ class ForwardPass:
             entries = sum(numel[i] for i in some) + self.capture.f.shape[1]
             held = 4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize
             step = max(1, self.memory_budget // (n_cotangents * held))
-            with self.problem.apart() as problem, torch.inference_mode(False):
+            with self.problem.on_private_copy() as problem, torch.inference_mode(False):
                 parts = [blocks for _, blocks in in_slices(stop - first, step, computed, DATUM)]
             return [torch.cat(blocks, 1).to(self.dtype) for blocks in zip(*parts, strict=True)]
 

@@ -178,7 +178,7 @@ class TableCall(FunctionCall):
     def rows_of(self, index: Tensor, g: Tensor) -> IndexBlock:
         """The block of rows `[B, T]` with gradients `[K, B, T, D]`."""
         index = index if self.padding is None else index.where(index != self.padding, -1)
-        return IndexBlock.of(index, g, self.n_rows)
+        return IndexBlock.from_index(index, g, self.n_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ class SpreadCall(FunctionCall):
         # A table of positions that is read from its first to its last row.
         rows = values.reshape(*values.shape[:2], -1, root.shape[-1])
         index = torch.arange(rows.shape[2], device=root.device).expand(n_data, -1)
-        return IndexBlock.of(index, rows, rows.shape[2])
+        return IndexBlock.from_index(index, rows, rows.shape[2])
 
     def _of_root(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
         """Gradients `[K, *z]` as gradients of the random parameter, `[K, B, *root]`."""

@@ -48,7 +48,7 @@ class RootCotangents:
     hessian: OutputHessian  # Λ, without a dense part
 
     @classmethod
-    def of(cls, hessian: OutputHessian) -> Cotangents:
+    def from_hessian(cls, hessian: OutputHessian) -> Cotangents:
         """The columns of a root of any Λ; a dense one is factorised once."""
         return cls(hessian) if hessian.dense is None else hessian.root()
 
@@ -152,7 +152,7 @@ class OuterEngine(NativeEngine):
         """A forward pass, if layer rules explain all tensors and products with vectors are cheaper by factors."""
         if self._products_by_autograd or self.split_outputs or self.problem.processes is not None:
             return None
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             capture = self._capture(problem, detached(x))
             plan = None
             if len(capture.f):
@@ -168,7 +168,7 @@ class OuterEngine(NativeEngine):
 
     def _add_products_by_autograd(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
         """Products with vectors by differentiating the graph in both directions, whatever the layers are."""
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             capture = self._differentiable(problem, x)
             f = capture.rows.detach()
             targets = self.targets(f, y, capture.positions)
@@ -229,7 +229,7 @@ class OuterEngine(NativeEngine):
         heads, groups = sink.heads(batch.heads), sink.groups
         counted = self._counted(batch, targets)
         f = batch.f if counted is None else batch.f[counted]
-        hessian = self.output_hessian(f, targets.at(counted))
+        hessian = self.output_hessian(f, targets.select(counted))
         if hessian is None:
             heads = {}
         elif heads:
@@ -284,7 +284,7 @@ class GGNEngine(OuterEngine):
         if self.options.stochastic:
             draws = targets.sample_gradients(f.to(self.dtype), self.options.num_samples, self.generator)
             return draws / self.options.num_samples**0.5
-        return RootCotangents.of(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
+        return RootCotangents.from_hessian(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
 
     def n_columns(self, f: Tensor) -> int:
         if self.options.stochastic:
@@ -353,7 +353,7 @@ class HessianEngine(NativeEngine):
         return summary
 
     def _add_products(self, x: Inputs, y: Tensor, sink: ProductSink) -> BatchSummary:
-        with torch.inference_mode(False), self.problem.apart() as problem:
+        with torch.inference_mode(False), self.problem.on_private_copy() as problem:
             capture = self._differentiable(problem, x)
             with torch.enable_grad():
                 f = capture.rows.to(self.dtype)

@@ -483,8 +483,9 @@ def _stays(node: Any, n_data: int) -> Tensor | None:
         return None
     size, *others = node._saved_self_sym_sizes
     rows, *picked = node._saved_indices
-    alike = rows is not None and all(one is not None and one.shape == rows.shape for one in picked)
-    if not alike or rows.shape != (n_data,) or rows.dtype != torch.int64 or size != n_data or n_data in others:
+    if rows is None or any(one is None or one.shape != rows.shape for one in picked):
+        return None
+    if rows.shape != (n_data,) or rows.dtype != torch.int64 or size != n_data or n_data in others:
         return None
     return (rows == torch.arange(n_data, device=rows.device)).all()
 
@@ -609,7 +610,7 @@ class Routing:
 
     def by_datum(self, calls: Sequence[int]) -> list[RoutedRows]:
         """The sample of every row of some calls."""
-        return [RoutedRows.of(self._data[call], len(self.capture.f)) for call in calls]
+        return [RoutedRows.from_samples(self._data[call], len(self.capture.f)) for call in calls]
 
     def by_output_row(self, calls: Sequence[int]) -> list[RoutedRows] | None:
         """Rows that reach one row of the outputs each, in its place, so that rows are data like any other.
@@ -621,7 +622,7 @@ class Routing:
         places = [self._rows[call] for call in calls]
         if any(len(place) != len(place.unique()) for place in places):
             return None
-        return [RoutedRows.at(place, len(self.capture.f), self.capture.n_positions) for place in places]
+        return [RoutedRows.from_places(place, len(self.capture.f), self.capture.n_positions) for place in places]
 
     def rerouted(self, uses: Sequence[UseOfParameter]) -> tuple[UseOfParameter, ...]:
         """Uses that were proven on another batch, with the rows of this one."""

@@ -67,17 +67,17 @@ class RoutedRows(BatchAxis):
     value = "routed rows"
 
     @classmethod
-    def of(cls, datum: Tensor, n_data: int) -> RoutedRows:
+    def from_samples(cls, datum: Tensor, n_data: int) -> RoutedRows:
         """From the sample of every row, `[R]`."""
         counts = torch.bincount(datum, minlength=n_data)
         order = datum.argsort(stable=True)
         position = torch.empty_like(datum)
         position[order] = torch.arange(len(datum), device=datum.device) - (counts.cumsum(0) - counts)[datum[order]]
         width = max(1, int(counts.max()))
-        return cls.at(datum * width + position, n_data, width)
+        return cls.from_places(datum * width + position, n_data, width)
 
     @classmethod
-    def at(cls, place: Tensor, n_data: int, width: int) -> RoutedRows:
+    def from_places(cls, place: Tensor, n_data: int, width: int) -> RoutedRows:
         """From the place of every row, `[R]`, among T of every sample."""
         present = torch.zeros(n_data * width, dtype=torch.bool, device=place.device)
         return cls(place, present.index_fill(0, place, True).view(n_data, width))
@@ -327,7 +327,7 @@ class EmbeddingRule(LayerRule[Tensor]):
     ) -> Block:
         index = torch.empty(0) if a is None else a
         g = axis.positions(g, n_data, 1, batched=True)
-        return IndexBlock.of(index, g, int(module.num_embeddings))  # pyright: ignore[reportArgumentType]
+        return IndexBlock.from_index(index, g, int(module.num_embeddings))  # pyright: ignore[reportArgumentType]
 
 
 files(EmbeddingRule(), nn.Embedding)
