@@ -4,10 +4,10 @@
     head.fit(texts, labels)                       # 60 labels will do; no other data are needed
     probabilities = head(texts)
 
-The features of the data are computed once. On standardised features heads of eight weight decays are found, each at its
-own mode, with the posterior there; the weight decay is chosen by the leave-one-out log density, and what predicts
-is a mixture over temperatures T and scales c of the covariance, weighted by stacking of left-out predictions
-(`FittedHead`). No label is held out.
+The features of the data are computed once. On standardised features, whose directions count as the data vary in them
+(`Basis`), heads of eight weight decays are found, each at its own mode, with the posterior there; the weight decay is
+chosen by the leave-one-out log density, and what predicts is a mixture over temperatures T and scales c of the
+covariance, weighted by stacking of left-out predictions (`FittedHead`). No label is held out.
 """
 
 from __future__ import annotations

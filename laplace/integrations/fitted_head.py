@@ -34,12 +34,6 @@ _MOST_ROWS = 5000
 class Standardised(nn.Module):
     """A linear head on features that are standardised and weighed as the prior has them, `[B, D]` → `[B, K]`."""
 
-    mean: Tensor
-    scale: Tensor
-    vectors: Tensor
-    gains: Tensor
-    rest: Tensor
-
     def __init__(self, basis: FeatureBasis, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         for name, tensor in vars(basis).items():
@@ -49,8 +43,7 @@ class Standardised(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits, or numbers."""
-        basis = FeatureBasis(self.mean, self.scale, self.vectors, self.gains, self.rest)
-        return self.linear(basis.weighed(features))
+        return self.linear(FeatureBasis(*self.buffers()).weighed(features))  # in the order of its fields
 
 
 @dataclass(frozen=True, eq=False)
