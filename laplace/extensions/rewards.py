@@ -25,8 +25,8 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
     """The reward that a prediction warrants, μ − σ²/(2τ), in the shape of `prediction.latent_mean`.
 
     It is −τ log E exp(−r/τ) of a reward r under the posterior: the mean for τ → ∞, and lower the less the data say
-    of an input. For a mixture it is that of the mixture. It can be differentiated in whatever the prediction can, and in
-    τ. Noise of observations has no part in it.
+    of an input. For a mixture it is that of the mixture. It can be differentiated in whatever the prediction can, and
+    in τ. Noise of observations has no part in it.
 
     Args:
         prediction: `la.predict(x)` of a reward model, `likelihood="reward_modeling"` or `"regression"`.

@@ -106,7 +106,7 @@ def test_tau_is_positive(tau: Any) -> None:
 
 
 def test_other_things_are_refused() -> None:
-    with pytest.raises(InvalidType, match="la.predict"):
+    with pytest.raises(InvalidType, match=r"la\.predict"):
         laplace.pessimistic(fitted(), 1.0)  # pyright: ignore[reportArgumentType]
     la = Laplace(nn.Linear(3, 2).double(), "classification", "all", "full")
     la.fit([(ITEMS, torch.tensor([0, 1, 0, 1, 0, 1]))])
