@@ -96,7 +96,7 @@ class Comparison:
     but accuracy and coverage are better if small; `laplace.metrics` has their equations.
 
     Attributes:
-        rows: Scores by name, each a `Row` with `network`, `posterior`, `difference` and `standard_error`.
+        rows: Scores by name, each a `ComparisonRow` with `network`, `posterior`, `difference` and `standard_error`.
         n_data: Number of data.
         n_labels: Number of labels or targets that were scored: more than data with an output per token or pixel.
         names: Names of the two in the table, `("network", "posterior")`; for a mixture the first is `"ensemble"`.

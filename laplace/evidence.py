@@ -1,6 +1,6 @@
 """The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021).
 
-log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
+log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)),    θ̂ = θ* unless refined or assigned
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Evidence:
 
     Attributes:
         fit: What the data say.
-        mean: θ*, `[P]`.
+        mean: θ̂, `[P]`.
         prior: N(μ₀, P₀⁻¹).
         likelihood: p(y | f).
         kind: Kind of the curvature (`"ggn"`, `"ef"`, `"hessian"`).
@@ -91,7 +91,7 @@ class Evidence:
 
     @property
     def _squares(self) -> Tensor:
-        """(θ* − μ₀)², summed over entries that share a precision; nothing is kept of P numbers."""
+        """(θ̂ − μ₀)², summed over entries that share a precision; nothing is kept of P numbers."""
         prior = self.prior
         if not prior.is_constant_per_tensor:
             return prior.squares(self.mean)
@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def scatter(self) -> Tensor:
-        """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
+        """(θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀), 0-dim."""
         precision = self.effective_prior.precision
         return precision @ self._squares.to(precision.dtype)
 

@@ -375,7 +375,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         raise overrides.undefined(self, "evidence", "log_marginal_likelihood")
 
     def posterior(self) -> Precision:
-        """The posterior precision P with its factorisation."""
+        """The posterior precision P with its factorisation; the posterior as a value is `snapshot()`."""
         raise overrides.undefined(self, "posterior", "__call__")
 
     @property
@@ -385,7 +385,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def scatter(self) -> Tensor:
-        """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), the prior's penalty at the trained weights, 0-dim."""
+        """(θ̂ − μ₀)ᵀ diag(δ) (θ̂ − μ₀), the prior's penalty at the posterior mean, 0-dim."""
         return self.evidence().scatter.to(self._posterior.hypers.dtype)
 
     @property
@@ -929,8 +929,6 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         from laplace.refinement.leave_one_out import leave_one_out
 
         return leave_one_out(self.snapshot(), loader, link_approx, progress_bar=progress_bar)
-
-    # Posteriors beside each other.
 
     # Fits by hand: a loop of your own instead of `fit`.
 

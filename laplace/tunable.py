@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 SCORED_LINK = LinkApprox.PROBIT
-"""Link approximation by which `calibrate` scores candidates, unless it is told otherwise."""
+"""Link approximation by which `calibrate` scores candidates by default."""
 
 SearchName = Literal["lbfgs", "adam", "grid"]
 """Searches of `optimize_hyperparameters`."""
@@ -196,8 +196,8 @@ class Tunable(ABC):
             if val_loader is not None:
                 val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
                 data = Validation(val_loader, progress_bar=progress_bar, refuse_training_data=True)
-                pieces = [search.Fold(group, data)]
-                chosen = search.calibrate(group, pieces, grid, "validation data", train_loader=train_loader)
+                parts = [search.Fold(group, data)]
+                chosen = search.calibrate(group, parts, grid, "validation data", train_loader=train_loader)
                 chosen = replace(chosen, _content=data.seen[-1])
             elif train_loader is None:
                 raise InvalidArgument(
@@ -210,8 +210,8 @@ class Tunable(ABC):
                     "val_loader=, validation data."
                 )
             else:
-                pieces, held_out, why = search.pieces_of(group.first, train_loader, folds, generator, progress_bar)
-                chosen = search.calibrate(group, pieces, grid, held_out, why)
+                parts, held_out, why = search.folds_of(group.first, train_loader, folds, generator, progress_bar)
+                chosen = search.calibrate(group, parts, grid, held_out, why)
         self._take_over(tuple(posterior.calibrated(chosen) for posterior in group.posteriors))
         calibration = self.calibration
         return chosen if calibration is None else calibration

@@ -258,7 +258,7 @@ class OutputChoice:
             self._check_rows(start + len(f), positions)
             indices = indices[start : start + len(f)]
         self._check(indices, n_outputs)
-        # An index out of range is told when conditions are read, and must not stop the device before.
+        # An index out of range is refused when conditions are read, and must not stop the device before.
         return indices.clamp(0, n_outputs - 1).expand(len(f), -1)
 
     def picked(self, rows: OutputRows) -> OutputRows:

@@ -189,7 +189,5 @@ def number_of_data(loader: Iterable[Any], dict_key_y: str) -> int:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, Sized):
         return len(dataset)
-    batches.require_rereadable(
-        loader, "a fit by _curv_closure, which is told the number of all data, counts them first"
-    )
+    batches.require_rereadable(loader, "a fit by _curv_closure, which takes the number of all data, counts them first")
     return sum(len(batches.split(batch, dict_key_y)[1]) for batch in reading(loader))

@@ -89,9 +89,9 @@ class FitDescription:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and words by name, and digests of tensors; what cannot be compared is left out."""
-    told = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
+    by_name = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
     plain = (str, int, float, tuple, type(None))
-    return {name: value for name, value in told.items() if isinstance(value, plain)}
+    return {name: value for name, value in by_name.items() if isinstance(value, plain)}
 
 
 # The start of a fit: all processes describe it, and compare what they say.
@@ -141,8 +141,8 @@ def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Map
     (here,) = begun
     if here.first is not None:
         return here
-    told = known[0].description
-    return replace(here, posterior=here.posterior.apply_inferred(told.channel_dim, told.layer))
+    found = known[0].description
+    return replace(here, posterior=here.posterior.apply_inferred(found.channel_dim, found.layer))
 
 
 def _compare(messages: Sequence[_Announcement]) -> None:
@@ -151,10 +151,10 @@ def _compare(messages: Sequence[_Announcement]) -> None:
         difference, tensor = message.description.difference(messages[0].description, "rank 0")
         if difference:
             raise _differing(rank, f"{difference}{'' if tensor is None else _BROADCAST}")
-    told = {rank: message.description for rank, message in enumerate(messages)}
-    _compare_known({rank: (fit.random, fit.layer) for rank, fit in told.items() if fit.random},
+    descriptions = {rank: message.description for rank, message in enumerate(messages)}
+    _compare_known({rank: (fit.random, fit.layer) for rank, fit in descriptions.items() if fit.random},
                    "makes other parameters random than rank {}")  # fmt: skip
-    _compare_known({rank: fit.channel_dim for rank, fit in told.items() if messages[rank].batch is not None},
+    _compare_known({rank: fit.channel_dim for rank, fit in descriptions.items() if messages[rank].batch is not None},
                    "reads the outputs' channels in another dimension than rank {}")  # fmt: skip
 
 
@@ -287,7 +287,7 @@ class _Shortened:
 
 @dataclass(frozen=True)
 class _Share:
-    """A process's part of the sums over all data, of which the curvature is told by its form (`DataPass.form`)."""
+    """A process's part of the sums over all data, of which the curvature is described by its form (`DataPass.form`)."""
 
     form: Any
     loss_terms: list[float]

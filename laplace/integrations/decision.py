@@ -5,7 +5,7 @@
     probabilities = head(texts)
 
 The features of the data are computed once. On standardised features, whose directions count as the data vary in them
-(`Basis`), heads of eight weight decays are found, each at its own mode, with the posterior there; the weight decay is
+(`FeatureBasis`), heads of eight weight decays are found, each at its own mode, with the posterior there; the decay is
 chosen by the leave-one-out log density, and what predicts is a mixture over temperatures T and scales c of the
 covariance, weighted by stacking of left-out predictions (`FittedHead`). No label is held out.
 """

@@ -1,7 +1,7 @@
 """The posterior over the weights as a value: other hyper-parameters, or other data, make another one.
 
-A `Posterior` holds `Choices` (how it is made), `Fitted` (what the data say), hyper-parameters, and a `Cache` of what
-can be computed again.
+A `Posterior` holds `Choices` (how it is made) and `Weights` (which are random), `Fitted` (what the data say),
+hyper-parameters, what was assigned or calibrated beside them, and a `Cache` of what can be computed again.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def _are_unchanged(former: tuple[tuple[Tensor, int], ...], values: tuple[Tensor,
 class Posterior:
     """θ ~ N(θ̂, P⁻¹) with P = s·H + diag(δ), at one setting of the hyper-parameters; without data it is the prior.
 
-    Nothing of it changes: `at` gives the posterior at other hyper-parameters, which shares the curvature with its
+    Nothing of it changes: `at_hyperparameters` gives the posterior at others, which shares the curvature with its
     factorisations, and the engine. That of an object with members of its user is a `UsersPosterior`.
     """
 
@@ -464,7 +464,7 @@ class Posterior:
         return replace(self.with_choices(channel_dim=channel_dim), weights=weights)
 
     def apply_inferred(self, channel_dim: int | None, layer: str | None) -> Posterior:
-        """The posterior with the dimension of the channels and the last layer that first outputs told elsewhere."""
+        """The posterior with the dimension of the channels and the last layer that another process found."""
         known = self
         if self.choices.channel_dim is None and channel_dim is not None:
             known = self.with_channels(channel_dim)

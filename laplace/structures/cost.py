@@ -46,7 +46,7 @@ class SideCost:
     """The matrices of one side of a Kronecker product, or an exact block."""
 
     groups: int  # Number of matrices
-    width: int  # N
+    width: int  # `n`
     rank: int  # Eigenpairs by which a sum of few rows is held; n for a matrix
 
     @property

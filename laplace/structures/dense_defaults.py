@@ -39,7 +39,7 @@ _MATRICES = 6
 _LINEAR = 1e-4
 """Relative error within which a sum of two curvatures is that of their matrices."""
 
-_told: set[type[Curvature]] = set()
+_warned: set[type[Curvature]] = set()
 """Structures of which a warning said that they are slow."""
 
 
@@ -79,8 +79,8 @@ class DenseDefaults(Curvature):
                 f"{size / 2**30:.3g} GiB, more than the memory budget of {MEMORY_BUDGET / 2**30:.3g} GiB. {remedy}, or "
                 "choose fewer weights."
             )
-        if type(self) not in _told:
-            _told.add(type(self))
+        if type(self) not in _warned:
+            _warned.add(type(self))
             warn(
                 f"{missing}: it follows from dense matrices of {n_params:,} × {n_params:,} numbers, which is slow. "
                 f"{remedy}. Further missing methods are not reported.",

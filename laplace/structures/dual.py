@@ -49,7 +49,7 @@ class Span(ABC):
 
     @abstractmethod
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
-        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in w (`[C]`, or `[1]` for all outputs) and D⁻¹ per tensor."""
+        """G = w A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in w (`[C]`, or `[1]` of all outputs) and D⁻¹."""
 
     @abstractmethod
     def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -60,7 +60,7 @@ class Span(ABC):
         """Sᵀ f of outputs `[n, M·C]`, `[n, R]`, in their dtype."""
 
     def against(self, jacobian: Jacobian, weights: Tensor | None, scales: Scales) -> Tensor:
-        """J D⁻¹ Aᵀ, `[B, C, R]`, float64, differentiable in w and D⁻¹."""
+        """√w J D⁻¹ Aᵀ, `[B, C, R]`, float64, differentiable in w and D⁻¹."""
         kernels = torch.cat([kernel(jacobian, part, scales).flatten(2) for part in self.parts], 2)
         return self.lower(kernels.flatten(0, 1), weights).unflatten(0, kernels.shape[:2])
 
@@ -322,7 +322,7 @@ class ProjectedScan(VariancesOverPriors):
     """Functional variances at many scalar priors: kernels and coordinates once."""
 
     split: Callable[[Jacobian, Form], tuple[SplitPrior, ...]]  # Of all outputs together, or of every output by itself
-    weight: Tensor  # W, 0-dim, in the units of what is split
+    weight: Tensor  # `w`, 0-dim, in the units of what is split
     factor: float  # What the prior precision is multiplied with
     dtype: torch.dtype  # Of what is returned
     together: bool = True  # Whether all outputs are one Gaussian process
@@ -459,7 +459,7 @@ class DualPrecision(Precision):
         return torch.cat([self._covariance_of(i, piece, form) for piece in pieces])
 
     def _covariance_of(self, i: int, jacobian: Jacobian, form: Form) -> Tensor:
-        """K** − W Wᵀ with W = J D⁻¹ Aᵀ (I + G)^(−½) [Linearization, eq. A.6]."""
+        """K** − W Wᵀ with W = √w J D⁻¹ Aᵀ (I + G)^(−½) [Linearization, eq. A.6]."""
         whole, root = prior_covariance(jacobian, self.scales, form), self.roots[i]
         rows = self.duals[i].against(jacobian, self.weights_of(i), self.scales)
         known = torch.linalg.solve_triangular(root.mT, rows.flatten(0, 1), upper=True, left=False)

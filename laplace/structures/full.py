@@ -72,8 +72,8 @@ _COLUMNS = 32
 class HeadRoots:
     """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|²."""
 
-    # Of all outputs some columns side by side, without the rows that are zero, `[D − s, w·C]`; the last ones are
-    # the fewest
+    # Of all outputs some columns side by side, without the rows that are zero: `[D − s, w·C]` for the w from the
+    # s-th on, the last ones the fewest
     columns: tuple[Tensor, ...]
     n_outputs: int  # C
 
@@ -133,7 +133,7 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class FullCurvature(AdditiveCurvature):
-    """The unit curvature as a matrix."""
+    """The unit curvature as a matrix; of few data it begins as a `RowCurvature`."""
 
     sums: MatrixSum  # The sum over batches: `values` completes it
     signed: bool = False  # Whether negative eigenvalues are meant; else they are rounding, and zero

@@ -293,7 +293,7 @@ class KronPrecision(Precision):
         return torch.cat([own.times(part.to(own.values.dtype), exponent).to(vectors) for own, part in pairs], -1)
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
-        """P^exponent v of vectors `[..., P]`; P⁻¹ v unless told otherwise."""
+        """P^exponent v of vectors `[..., P]`; P⁻¹ v by default."""
         return self.power(vectors, exponent)
 
     def inv_square_form(self, vectors: Tensor) -> Tensor:

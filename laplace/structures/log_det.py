@@ -100,12 +100,12 @@ def _summed(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequenc
 
 
 def _divided(first: Tensor, second: Tensor | None, c: Tensor) -> Tensor:
-    """E₁ + c e₂: what is added to 1, divided by c."""
+    """`e₁ + c e₂`: what is added to 1, divided by c."""
     return first if second is None else torch.addcmul(first, second, c)
 
 
 def _slope(first: Tensor, second: Tensor | None, c: Tensor) -> Tensor:
-    """E₁ + 2 c e₂: the slope of what is added to 1."""
+    """`e₁ + 2 c e₂`: the slope of what is added to 1."""
     return first if second is None else torch.addcmul(first, second, c, value=2)
 
 
@@ -229,5 +229,5 @@ class _InPieces(torch.autograd.Function):
 
 
 def _by_values(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
-    """C_i / (1 + c_i h_ij), `[p]`."""
+    """`c_i / (1 + c_i h_ij)`, `[p]`."""
     return torch.cat([ratio / (1 + run * ratio) for run, _, ratio in _runs(values, None, ratios, sizes)])

@@ -91,7 +91,7 @@ def eigenpairs(factor: ThinFactor) -> ThinFactor:
 
 def without_rows(parts: KronParts) -> KronParts:
     """The sums with the eigenpairs of every thin side in place of its rows."""
-    # On a CPU what is not finite is told before it takes longer than others; elsewhere all answers are read together.
+    # On a CPU what is not finite is refused before it takes longer than others; elsewhere all are read together.
     with together() if operations_are_dear(parts.like.device) else nullcontext():
         return replace(parts, thin={key: eigenpairs(side) for key, side in parts.thin.items()})
 

@@ -63,7 +63,7 @@ def covariance_left(covariance: Tensor, z: Tensor, form: Form) -> Tensor:
 
 
 def shrinkage(values: Tensor, exponent: float) -> Tensor:
-    """G of eigenvalues of K, `[n]`, at least 1: 1/λ for the inverse, 1/(√λ (1 + √λ)) for its root."""
+    """`g(λ)` of eigenvalues of K, `[n]`, at least 1: 1/λ for the inverse, 1/(√λ (1 + √λ)) for its root."""
     if exponent == -1:
         return 1 / values
     roots = values.sqrt()

@@ -133,10 +133,10 @@ def _left_out(posterior: Posterior, train_loader: Iterable[Any], progress_bar: b
     return LeaveOneOutFold(PosteriorGroup((posterior,)), found, data) if found.is_at_mode else None
 
 
-def pieces_of(
+def folds_of(
     posterior: Posterior, train_loader: Iterable[Any], folds: int, generator: torch.Generator | None, progress_bar: bool
 ) -> tuple[list[Fold] | list[LeaveOneOutFold], str, str]:
-    """Pieces out of the training data, words for them, and why they are only a forecast.
+    """Folds of the training data, words for them, and why they are only a forecast.
 
     Of a last layer they are leave-one-out predictions, or refits of the head, as of a network that is one linear layer;
     of other weights a fifth of the data.
@@ -152,8 +152,8 @@ def pieces_of(
             raise
         part = held_out_part(posterior, train_loader, generator=generator, progress_bar=progress_bar)
         held_out = "data held out of the fit"
-        piece = Fold(PosteriorGroup((part.posterior,)), Validation(part.loader))
-        return [piece], held_out, "the network was trained on these data, which it predicts better than others"
+        fold = Fold(PosteriorGroup((part.posterior,)), Validation(part.loader))
+        return [fold], held_out, "the network was trained on these data, which it predicts better than others"
     held_out = f"training data, each by one of {folds} refits of the head without it"
     return (
         [Fold(PosteriorGroup((one.posterior,)), Validation(one.loader)) for one in refits],
@@ -180,15 +180,15 @@ class CalibrationGrid:
         """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
         return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
 
-    def predictions(self, piece: Fold | LeaveOneOutFold, sigma_noise: Tensor) -> MixedCandidates:
-        """Predictions of a piece's posteriors at every factor, at c = 1 and a noise."""
-        hypers, first = piece.group.hypers(()), piece.group.first
+    def predictions(self, fold: Fold | LeaveOneOutFold, sigma_noise: Tensor) -> MixedCandidates:
+        """Predictions of a fold's posteriors at every factor, at c = 1 and a noise."""
+        hypers, first = fold.group.hypers(()), fold.group.first
         settings = [
             replace(hypers, prior_precision=factor * hypers.prior_precision, sigma_noise=sigma_noise)
             for factor in self.factors
         ]
         predictive = replace(self.predictive, pred_type=first.choices.pred_types.name(PredType.GLM))
-        return piece.group.candidates(settings, predictive, whole_covariance=False)
+        return fold.group.candidates(settings, predictive, whole_covariance=False)
 
 
 def refuse_unscalable(posterior: Posterior) -> None:
@@ -224,7 +224,7 @@ def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None
 
 def calibrate(
     now: PosteriorGroup,
-    pieces: Sequence[Fold | LeaveOneOutFold],
+    folds: Sequence[Fold | LeaveOneOutFold],
     grid: CalibrationGrid,
     held_out: str,
     approximate: str = "",
@@ -232,27 +232,25 @@ def calibrate(
 ) -> Calibration:
     """Choice of the held-out data for posteriors at their present hyper-parameters; nothing is changed.
 
-    The pieces are posteriors like these, fitted without data that they are scored on: one with validation data.
+    The folds are posteriors like these, fitted without data that they are scored on: one with validation data.
     `held_out` says where the data come from, and `approximate` why their scores are only a forecast. The training data
     have the second moments of layers' inputs, where the fit does not.
     """
     hypers = now.hypers(())
-    if any(
-        isinstance(piece, LeaveOneOutFold) for piece in pieces
-    ):  # an input is left out at the mode of one prior alone
+    if any(isinstance(fold, LeaveOneOutFold) for fold in folds):  # an input is left out at the mode of one prior alone
         grid = replace(grid, factors=(1.0,))
     is_refined = any(posterior.refined_step is not None for posterior in now.posteriors)
     with autograd_mode(), torch.no_grad():
         noises, network_noise = hypers.sigma_noise.unsqueeze(0), hypers.sigma_noise
         if now.likelihood.has_noise and grid.noise:
-            noises, network_noise = _noises(pieces, grid, hypers)
+            noises, network_noise = _noises(folds, grid, hypers)
             grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
-        tilt, why_none, kept = _tilt(now, pieces, grid, network_noise, train_loader)
+        tilt, why_none, kept = _tilt(now, folds, grid, network_noise, train_loader)
         # Beside the width that was found the network's own, which is that of all inputs but far ones.
         tilts = (tilt,) if tilt is None or not tilt.width else (tilt, replace(tilt, width=0.0, standard_error=0.0))
         scores = _ScoreDifferences(grid, noises, network_noise, tilts)
-        for piece in pieces:
-            scores.read(piece, kept)
+        for fold in folds:
+            scores.read(fold, kept)
     scores.check_labels()
     squares = network_noise.square() if now.likelihood.has_noise and grid.noise else None
     warn_if_worse_than_chance(now.first, scores.n_data, scores.network_nll if scores.n_data else math.nan, squares)
@@ -330,7 +328,7 @@ def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) ->
 
 def _tilt(
     now: PosteriorGroup,
-    pieces: Sequence[Fold | LeaveOneOutFold],
+    folds: Sequence[Fold | LeaveOneOutFold],
     grid: CalibrationGrid,
     sigma: Tensor,
     train_loader: Iterable[Any] | None,
@@ -339,20 +337,20 @@ def _tilt(
     posterior = now.first
     if len(now.posteriors) > 1:
         return None, "it is of one network, not of a mixture", []
-    piece = pieces[0]
-    if len(pieces) > 1 or piece.group.first is not posterior:
+    fold = folds[0]
+    if len(folds) > 1 or fold.group.first is not posterior:
         return None, "it takes validation data, val_loader=", []
-    if isinstance(piece, LeaveOneOutFold):
-        leverages, why_none = tilting.leverages_of(posterior, piece.data, anew=True)
+    if isinstance(fold, LeaveOneOutFold):
+        leverages, why_none = tilting.leverages_of(posterior, fold.data, anew=True)
     else:
         leverages, why_none = tilting.leverages_of(posterior, train_loader)
     if not leverages:
         return None, why_none, []
-    scored, in_order = grid.predictions(piece, sigma), None
+    scored, in_order = grid.predictions(fold, sigma), None
     summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_HeldOutBatch]()
-    if isinstance(piece, LeaveOneOutFold):
-        f, y = piece.found.mean.to(sigma), piece.found._targets
-        values = tilting.left_out(posterior, leverages, piece.data)
+    if isinstance(fold, LeaveOneOutFold):
+        f, y = fold.found.mean.to(sigma), fold.found._targets
+        values = tilting.left_out(posterior, leverages, fold.data)
         if len(values) != len(f) or bool(values.isnan().all()):
             return None, "it takes validation data, or twice as many training data as a layer has inputs", []
         index = torch.arange(len(f), device=f.device)
@@ -361,7 +359,7 @@ def _tilt(
         if isinstance(chosen, str):
             return None, chosen, []
         return chosen[0], "", [_HeldOutBatch(y, f, (), values, r=chosen[1][0])]
-    for name, x, y in piece.data.batches(posterior, label="calibrate"):
+    for name, x, y in fold.data.batches(posterior, label="calibrate"):
         with named(name):
             batch = _read(scored.parts[0], leverages, x, y)
             counted = _CountedRows.from_outputs(posterior, batch.f, y, batch.positions)
@@ -413,14 +411,14 @@ def _least_change(grid: CalibrationGrid, differences: Tensor) -> float:
 
 
 def _noises(
-    pieces: Sequence[Fold | LeaveOneOutFold], grid: CalibrationGrid, hypers: Hyperparameters
+    folds: Sequence[Fold | LeaveOneOutFold], grid: CalibrationGrid, hypers: Hyperparameters
 ) -> tuple[Tensor, Tensor]:
     """Noises to try, `[s]` or `[s, C]`, and the one of them that suits the network best; by a forward pass.
 
     Multiples of the root mean square of the residuals, of every output where every one has its noise.
     """
-    present, read = hypers.sigma_noise, [piece for piece in pieces if isinstance(piece, Fold)]
-    parts = [part for piece in read for part in grid.predictions(piece, present).at_networks(piece.data, grid.present)]
+    present, read = hypers.sigma_noise, [fold for fold in folds if isinstance(fold, Fold)]
+    parts = [part for fold in read for part in grid.predictions(fold, present).at_networks(fold.data, grid.present)]
     mean, variance, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
     squares = widened(y - mean).square().nanmean(0)
     if present.ndim:
@@ -432,7 +430,7 @@ def _noises(
         return present.unsqueeze(0), present
     steps = torch.tensor([size * step for step in _NOISES], dtype=present.dtype, device=present.device)
     noises = steps.view(-1, *(1,) * present.ndim) * present
-    likelihood = pieces[0].group.likelihood
+    likelihood = folds[0].group.likelihood
     totals = [float(widened(likelihood.predictive_nll(mean, variance, y, sigma)).sum()) for sigma in noises]
     return noises, noises[min(range(len(totals)), key=totals.__getitem__)]
 
@@ -514,11 +512,11 @@ class _ScoreDifferences:
         # Of gaps, of their squares, and of their products with the numbers of rows.
         self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, piece: Fold | LeaveOneOutFold, kept: Sequence[_HeldOutBatch] = ()) -> None:
-        """Takes in the data of a piece, of which batches may have been read before."""
-        scored = self.grid.predictions(piece, self.network_noise)
-        if isinstance(piece, LeaveOneOutFold):
-            found, like = piece.found, self.noises
+    def read(self, fold: Fold | LeaveOneOutFold, kept: Sequence[_HeldOutBatch] = ()) -> None:
+        """Takes in the data of a fold, of which batches may have been read before."""
+        scored = self.grid.predictions(fold, self.network_noise)
+        if isinstance(fold, LeaveOneOutFold):
+            found, like = fold.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
             r = kept[0].r if kept else None
             self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets, r)
@@ -528,7 +526,7 @@ class _ScoreDifferences:
                     self._add(scored, [batch.latents] if batch.latents else [], batch.y, batch.r)
         else:
             known = chain(kept, repeat(None))
-            for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
+            for name, x, y in fold.data.batches(fold.group.first, label="calibrate"):
                 with named(name):
                     latents = [part.latents(x) for part in scored.parts]
                     self._add(scored, latents, y, self._distance(scored.posterior, x, y, latents[0][0], next(known)))

@@ -72,21 +72,22 @@ class EvidenceObjective(Objective):
             return known, gradient * exponentials
 
     def fixed_point(self, delta: Tensor) -> tuple[float, Tensor]:
-        """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next δ (Antorán et al., 2023, section 3.3).
+        """The log evidence at δ, and the factor γ / (δ ‖θ* − μ₀‖²) of the next δ: MacKay's fixed point.
 
         Where ∂ log p(D) / ∂δ is zero, δ_t ‖θ* − μ₀‖²_t is γ_t, the number of the entries of tensor t that the data
         determine:
 
             δ_t ← γ_t / ‖θ* − μ₀‖²_t,    γ_t = n_t − δ_t tr_t P⁻¹ = δ_t (2 ∂ log p(D) / ∂δ_t + ‖θ* − μ₀‖²_t).
 
-        A step takes the gradient of the evidence alone and no step size, and tends to be within a few percent after a
-        few of them: what suits an evidence that costs solutions of linear systems, and is known with a standard error.
+        (MacKay, 1992, Bayesian Interpolation; Antorán et al., 2023, section 3.3). A step takes the gradient of the
+        evidence alone and no step size, and tends to be within a few percent after a few of them: what suits an
+        evidence that costs solutions of linear systems, and is known with a standard error.
         """
         posterior, leaf = self.group.first, delta.detach().clone().requires_grad_()
         at = posterior.at_hyperparameters(replace(posterior.hypers, prior_precision=leaf))
         value = at.log_evidence().to(delta.dtype)
         (slope,) = torch.autograd.grad(value, leaf)
-        (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
+        (square,) = torch.autograd.grad(at.evidence.scatter, leaf)
         slope, square = widened(slope), widened(square)
         # Of a tensor that is zero and that nothing is known of there is no fixed point: its precision stays.
         known = 2 * widened(leaf.detach()) * slope > torch.finfo(leaf.dtype).eps * len(at.mean)

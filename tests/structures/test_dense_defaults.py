@@ -83,7 +83,7 @@ class RootLaplace(PlainLaplace):
 def told(monkeypatch: pytest.MonkeyPatch) -> set[type[Curvature]]:
     """Structures of which a warning was given: none so far."""
     structures: set[type[Curvature]] = set()
-    monkeypatch.setattr(module, "_told", structures)
+    monkeypatch.setattr(module, "_warned", structures)
     return structures
 
 

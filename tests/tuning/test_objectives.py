@@ -344,3 +344,15 @@ def test_the_model_is_lent() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert all(p.grad is None and torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:tuning. the subset's evidence:laplace.errors.TuningWarning")
+def test_fixed_points_of_a_process_on_some_of_the_data_are_its_evidence_s() -> None:
+    """Its prior precision counts N/M times, in the square of the mean too: steps without that factor swing for ever."""
+    found = []
+    for method in ("em", "marglik"):
+        la = grid.make("all", "gp", n_subset=4, model=grid.network().double())
+        la.fit(batches("classification"))
+        la.optimize_prior_precision(method=method, n_steps=300)  # type: ignore[arg-type]
+        found.append(float(la.prior_precision))
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
