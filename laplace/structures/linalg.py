@@ -86,11 +86,11 @@ def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _warn_if_long(n_matrices: int, width: int, device: torch.device) -> None:
     seconds = n_matrices * float(width) ** 3 / RATE
     if seconds > LONG:
-        duration = f"take about {seconds:.0f} s" if seconds < 120 else f"take about {seconds / 60:.0f} minutes"
+        duration = f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"
         if operations_are_dear(device):  # whose speed nobody knows
-            duration = f"take a few times n³ = {n_matrices * float(width) ** 3:.1g} operations"
+            duration = f"a few times n³ = {n_matrices * float(width) ** 3:.1g} operations"
         warn(
-            f"the eigendecomposition of {n_matrices} matrices {width:,} × {width:,} will {duration}. It is done "
+            f"the eigendecomposition of {n_matrices} matrices {width:,} × {width:,} will take {duration}. It is done "
             "once per fit; hessian_structure='lowrank_kron' needs none of this size.",
             SlowWarning,
         )

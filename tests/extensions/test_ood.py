@@ -300,7 +300,8 @@ def test_a_scorer_searches_once_and_is_of_the_posterior_as_it_was(monkeypatch: p
     for name, values in scorer(others()).items():
         assert_close(values, expected[name], "backend", label=name)
     assert "prior_precision=" in repr(scorer) and "'confidence'" in repr(scorer)
-    assert torch.equal(laplace.ood_scorer(la, "energy")(others()), scorer([others()[:4], others()[4:]])["energy"])
+    parts = scorer([others()[:4], others()[4:]])["energy"]
+    assert_close(laplace.ood_scorer(la, "energy")(others()), parts, "backend")
     la.model[0].weight.data += 1
     with pytest.raises(ModelChangedError):
         scorer(others())

@@ -38,5 +38,8 @@ def test_weights_are_those_of_a_mixture_of_densities() -> None:
     mean, variance, y = MEAN[:, :1], VARIANCE[:, :1], MEAN[:, 1:2]
     numbers = Stacked.of_numbers(mean, variance, noise, y)
     pairs = [(t, c) for t in OF_NUMBERS for c in SCALES]
-    densities = torch.cat([Normal(mean, (t**2 * noise + c * variance).sqrt()).log_prob(y) for t, c in pairs], 1)
+    # The widths of every scale are those of the left-out residuals on the mean, but for the temperature.
+    own = [noise + c * variance for _, c in pairs]
+    widths = [t**2 * ((y - mean).square() / each).mean() * each for (t, _), each in zip(pairs, own, strict=True)]
+    densities = torch.cat([Normal(mean, each.sqrt()).log_prob(y) for each in widths], 1)
     torch.testing.assert_close(numbers.weights, stacking_weights(densities))
