@@ -5,6 +5,7 @@ log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ̂ − μ₀
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from laplace.core.cached import Kept, cached_property
 from laplace.core.checks import require
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
+from laplace.core.pieces import operations_are_dear
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Precision
@@ -68,7 +70,12 @@ class Evidence:
             UnsupportedError: The noises differ or need a gradient, but the fit kept no term per output.
         """
         given = (self.fit, self.likelihood, self.kind, self.sigma_noise, self.temperature)
-        return self.kept.computed("weights", given, self._weights)
+        return self._kept_where_dear("weights", given, self._weights)
+
+    def _kept_where_dear(self, name: str, given: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Few numbers, which are computed anew where that is cheap: a write through `.data` is then seen."""
+        dear = operations_are_dear(self.prior.precision.device)
+        return self.kept.computed(name, given, make) if dear else make()
 
     def _weights(self) -> Tensor:
         sigma, terms = self.sigma_noise, self.fit.curvature.n_terms
@@ -109,7 +116,7 @@ class Evidence:
         """Log p(D | θ*), 0-dim."""
         fit = self.fit
         given = (fit, fit.loss_terms, self.likelihood, self.sigma_noise, self.temperature)
-        return self.kept.computed(
+        return self._kept_where_dear(
             "log likelihood",
             given,
             lambda: self.likelihood.log_likelihood(

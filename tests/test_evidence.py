@@ -8,6 +8,7 @@ from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
 from laplace.core.hyperparameters import GaussianPrior
+from tests import grid
 from tests.reference.compare import assert_close
 
 F64 = torch.float64
@@ -119,3 +120,10 @@ def _second(la: ParametricLaplace, delta: Tensor) -> Tensor:
     leaf = delta.clone().requires_grad_()
     (slope,) = torch.autograd.grad(la.log_marginal_likelihood(leaf), leaf, create_graph=True)
     return torch.autograd.grad(slope, leaf)[0].view(())
+
+
+def test_a_noise_that_was_written_through_data_is_seen() -> None:
+    la, same = (grid.fitted("all", "kron", "regression", sigma_noise=torch.tensor(noise)) for noise in (0.5, 0.9))
+    la.log_marginal_likelihood()
+    la.sigma_noise.data.fill_(0.9)
+    assert torch.equal(la.log_marginal_likelihood(), same.log_marginal_likelihood())
