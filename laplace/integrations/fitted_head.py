@@ -214,7 +214,11 @@ class FittedHead:
     def from_state(cls, state: Mapping[str, Any]) -> FittedHead:
         """The head of a state."""
         kind = SoftmaxHead if "inverse" in state["head"] else RidgeHead
-        return nested.from_state(cls, {**state, "head": nested.from_state(kind, state["head"], "head")})
+        basis = dict(state["basis"])
+        if "gains" not in basis:  # saved when the prior was the same in all directions
+            vectors = basis["vectors"]
+            basis |= {"gains": vectors.new_ones(vectors.shape[1]), "rest": vectors.new_ones(())}
+        return nested.from_state(cls, {**state, "head": nested.from_state(kind, state["head"], "head"), "basis": basis})
 
 
 def _likelihood(is_regression: bool, class_weight: tuple[float, ...] | None) -> Likelihood:

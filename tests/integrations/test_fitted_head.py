@@ -161,6 +161,20 @@ def test_a_state_predicts_the_same_bits() -> None:
         assert again.class_weight == found.class_weight
 
 
+@pytest.mark.parametrize("is_regression", [False, True])
+def test_a_state_of_before_has_the_same_prior_in_all_directions(
+    monkeypatch: pytest.MonkeyPatch, is_regression: bool
+) -> None:
+    monkeypatch.setattr(FeatureBasis.from_features.__func__, "__defaults__", (0.0,))
+    x, labels = data()
+    head = FittedHead.of_numbers(x, x[:, 0]) if is_regression else FittedHead.of_classes(x, labels, 3)
+    state = head.state()
+    state["basis"] = {name: state["basis"][name] for name in ("mean", "scale", "vectors")}
+    loaded, new = FittedHead.from_state(state), new_inputs()
+    assert_close(loaded.call(new), head.call(new), rtol=1e-12, atol=1e-12)
+    assert_close(loaded.la(new), head.la(new), rtol=1e-9, atol=1e-9)
+
+
 def test_every_scale_of_a_rating_is_as_wide_as_its_left_out_residuals() -> None:
     x, _ = data(n=20, n_features=30)
     y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
