@@ -88,7 +88,8 @@ class FeatureBasis:
         if len(x) <= x.shape[1] and basis.numel():
             basis = torch.linalg.qr(basis).Q  # small eigenvalues leave columns that are not quite orthogonal
         gains = (values + 1) ** (power / 2)
-        rest = (values.sum() / (gains.square() @ values).clamp(min=1e-300)).sqrt()
+        tiny = torch.finfo(x.dtype).tiny  # 1 where nothing varies: the prior stays there
+        rest = ((values.sum() + tiny) / (gains.square() @ values + tiny)).sqrt()
         return cls(mean, scale, basis, rest * gains, rest)
 
     def coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:

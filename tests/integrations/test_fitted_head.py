@@ -175,6 +175,13 @@ def test_a_state_of_before_has_the_same_prior_in_all_directions(
     assert_close(loaded.la(new), head.la(new), rtol=1e-9, atol=1e-9)
 
 
+def test_inputs_that_differ_from_constant_features_have_the_prior() -> None:
+    x, y = torch.full((12, 3), 2.0, dtype=WIDE), torch.arange(12.0, dtype=WIDE)
+    for head in (FittedHead.of_numbers(x, y), FittedHead.of_classes(x, y.long() % 2, 2)):
+        (_, near), (_, far) = head.moments(x[:1]), head.moments(x[:1] + 3)
+        assert (far.diagonal(dim1=1, dim2=2) > 1.01 * near.diagonal(dim1=1, dim2=2)).all()
+
+
 def test_every_scale_of_a_rating_is_as_wide_as_its_left_out_residuals() -> None:
     x, _ = data(n=20, n_features=30)
     y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
