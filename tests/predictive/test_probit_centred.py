@@ -57,6 +57,15 @@ def test_gaussian_processes(independent: bool) -> None:
     assert_close(la(x, link_approx="probit_centred"), expected(la, x), "backend")
 
 
+def test_it_is_closer_to_sampled_outputs_than_the_plain_one_under_a_flat_prior() -> None:
+    x, y = data()
+    la = Laplace(nn.Linear(D, C).double(), "classification", "all", "full", prior_precision=1e-3)
+    la.fit([(x[:12], y[:12])])
+    exact = la(x, link_approx="mc", n_samples=4000, generator=torch.Generator().manual_seed(0))
+    plain, centred = ((la(x, link_approx=link) - exact).abs().max() for link in ("probit", "probit_centred"))
+    assert centred < 0.9 * plain
+
+
 def test_some_outputs() -> None:
     """The mean that is taken away is that of the chosen outputs, of which the probabilities are."""
     x, y = data()
