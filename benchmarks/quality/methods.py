@@ -117,6 +117,10 @@ def own_columns(name: str, fit: Fit, row: Row, split: Split, seed: int) -> Itera
         predict = fit(copy.deepcopy(model), batches(split.train), batches(split.val))
     except NotImplementedError:
         return
+    if isinstance(predict(split.val[0][:2]), tuple) is not split.is_regression:
+        needed = "(mean, variance), [N, 1] each" if split.is_regression else "probabilities [N, C]"
+        raise TypeError(f"{name}: predict(x) of row {row.name!r} must return {needed}; or refuse such rows in fit by a "
+                        "NotImplementedError.")  # fmt: skip
     network = with_noise(lambda x: [model(x)], split.val) if split.is_regression else lambda x: model(x).softmax(1)
     yield Column(NETWORK, "", network)
     yield Column(name, "", predict)
