@@ -34,6 +34,7 @@ from laplace.extensions.removal import forget_with_mean
 from laplace.extensions.report import report
 from laplace.extensions.rewards import pessimistic
 from laplace.extensions.snapshots import snapshots
+from laplace.extensions.volumes import totals
 from laplace.grid import (
     ELLA,
     LLELLA,
@@ -159,6 +160,7 @@ __all__ = [
     "report",
     "saliency",
     "snapshots",
+    "totals",
     "train_task",
     "wasserstein",
 ]

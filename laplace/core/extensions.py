@@ -17,6 +17,7 @@ EXTENSIONS = {
     "laplace.extensions.report": "report",
     "laplace.extensions.rewards": "pessimistic",
     "laplace.extensions.snapshots": "snapshots",
+    "laplace.extensions.volumes": "totals",
 }
 """Module → names that are imported from it when they are first read, separated by spaces."""
 
