@@ -183,8 +183,8 @@ class _Sums:
         if not off <= _ROUNDING:
             raise InvalidArgument(
                 f"of={_name(self.of)} is not linear in the probabilities: between two maps it is off by "
-                f"{float(off):.1%}. Give a class, numbers for the classes or a linear function; or n_samples=200, by which the mean and "
-                "the spread of any function are those of drawn functions."
+                f"{float(off):.1%}. Give a class, numbers for the classes or a linear function; or n_samples=200, by which "
+                "the mean and the spread of any function are those of drawn functions."
             )
 
 
