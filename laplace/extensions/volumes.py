@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ class _Sums:
 
     def _numbers(self, p: Tensor) -> Tensor:
         """Numbers for the classes, `[K, C]`."""
-        n_classes, of = p.shape[-1], self.of
+        n_classes, of = p.shape[-1], cast("Any", self.of)
         if isinstance(of, Tensor) and of.is_floating_point():
             self.single = of.ndim == 1
             if of.ndim not in (1, 2) or of.shape[-1] != n_classes:
@@ -154,7 +154,7 @@ class _Sums:
                     f"several sums [K, {n_classes}], are accepted."
                 )
             return of.reshape(-1, n_classes).to(p)
-        index = torch.as_tensor(of, device=p.device)  # pyright: ignore[reportArgumentType]
+        index = torch.as_tensor(of, device=p.device)
         self.single = index.ndim == 0
         whole = not (index.is_floating_point() or index.dtype == torch.bool) and index.ndim < 2 and index.numel() > 0
         if not whole or not bool(((index >= 0) & (index < n_classes)).all()):
@@ -183,8 +183,8 @@ class _Sums:
         if not off <= _ROUNDING:
             raise InvalidArgument(
                 f"of={_name(self.of)} is not linear in the probabilities: between two maps it is off by "
-                f"{float(off):.1%}. Give a class, numbers for the classes or a linear function; or n_samples=200, by which "
-                "the mean and the spread of any function are those of drawn functions."
+                f"{float(off):.1%}. Give a class, numbers for the classes or a linear function; or n_samples=200, by "
+                "which the mean and the spread of any function are those of drawn functions."
             )
 
 
@@ -314,7 +314,7 @@ def _drawn(
         found += [sums.of_outputs(unrolled(one, rows.positions), numbers) for one in rows.values]
     samples = widened(torch.stack(found)) * factor
     steps = samples - samples.mean(0)
-    return samples.mean(0).to(f), (torch.einsum("sbk,sbl->bkl", steps, steps) / (n - 1)).to(f)
+    return samples.mean(0).to(found[0]), (torch.einsum("sbk,sbl->bkl", steps, steps) / (n - 1)).to(found[0])
 
 
 def _checked_weights(weights: Any) -> Tensor | float:
@@ -361,10 +361,11 @@ def standardised_errors(
         InvalidData: No data, or a sum whose standard deviation is zero.
     """
     require_loader(loader, "loader")
-    likelihood, channel_dim = group_of(la).likelihood, group_of(la).first.channel_dim
+    first = group_of(la).first
+    likelihood, channel_dim, n_outputs = first.likelihood, first.channel_dim, first.fit.n_outputs
     found: list[Tensor] = []
     for x, y in loader:
-        values, counts = _as_means(y, likelihood, channel_dim, la.n_outputs)
+        values, counts = _as_means(y, likelihood, channel_dim, n_outputs)
         numbers = counts.to(torch.get_default_dtype()) * weights
         got = _totals(la, x, of, numbers, n_samples, generator)
         sums = _Sums(of, likelihood, channel_dim, checks=False)

@@ -122,6 +122,8 @@ def test_mixtures() -> None:
     second = 0.25 * (a.std.square() + a.mean.square()) + 0.75 * (b.std.square() + b.mean.square())
     assert_close(found.mean, mean, "algebra")
     assert_close(found.std, (second - mean.square()).sqrt(), "backend")
+    errors = standardised_errors(MixtureLaplace(parts, weights=[0.25, 0.75]), [data("image")], of=2)
+    assert errors.shape == (3,)
 
 
 def test_other_likelihoods_and_layouts() -> None:
