@@ -260,7 +260,7 @@ def _linearised(posterior: Posterior, x: Inputs, sums: _Sums, weights: Tensor | 
     problem = posterior.problem
     summed = _Summed(problem.forward_fn or batches.call, sums, weights if isinstance(weights, float) else None)
     engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
-    inputs = batches.to_device(x if isinstance(weights, float) else _beside(x, weights), problem.device)
+    inputs = batches.to_device(_beside(x, weights) if isinstance(weights, Tensor) else x, problem.device)
     pieces = shifted(engine.jacobian(inputs), posterior.refined_step)
     found = gaussian_of(pieces, posterior.precision(), "full")
     return found.mean, found.covariance
@@ -306,7 +306,7 @@ def _drawn(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mean and covariance of the sums over functions drawn from the posterior."""
     functions = draw(la, n, generator=generator)
-    numbers, factor = (None, weights) if isinstance(weights, float) else (weights, 1.0)
+    numbers, factor = (weights, 1.0) if isinstance(weights, Tensor) else (None, weights)
     found: list[Tensor] = []
     for start in range(0, n, _AT_ONCE):
         f = DrawnFunction.stacked(functions[start : start + _AT_ONCE], x)
@@ -324,7 +324,7 @@ def _checked_weights(weights: Any) -> Tensor | float:
         raise InvalidArgument(
             f"weights is a {type(weights).__name__}; a tensor [B, *positions] or a number is accepted."
         )
-    given = weights if is_tensor else torch.tensor(float(weights))
+    given = weights if isinstance(weights, Tensor) else torch.tensor(float(weights))
     require(
         given.isfinite(), lambda: InvalidData("weights of positions are NaN or infinite; 0 is a position left out.")
     )
