@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,15 @@ def tree(path: Path) -> ast.Module:
     return module
 
 
+@cache
+def by_type(path: Path) -> Mapping[type[ast.AST], list[ast.AST]]:
+    """Nodes of a file by their types, in the order of `ast.walk`: which rules ask for, many times."""
+    found: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
+    for node in ast.walk(tree(path)):
+        found[type(node)].append(node)
+    return found
+
+
 def name_of(path: Path) -> str:
     """Path within the package: `weights/problem.py`."""
     return path.relative_to(PACKAGE).as_posix()
@@ -37,10 +47,10 @@ def where(path: Path, node: ast.AST) -> str:
 
 
 def nodes(*types: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
+    """Nodes of these types with their files; of several types, those of one after the other in every file."""
     for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, types):
-                yield path, node
+        for kind in types:
+            yield from ((path, node) for node in by_type(path).get(kind, ()))
 
 
 def functions() -> Iterator[tuple[Path, Function]]:

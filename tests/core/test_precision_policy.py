@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from laplace.core import precision_policy
 from laplace.core.nested import move
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.structures import STRUCTURES
+from tests.source import name_of, nodes
 
-PACKAGE = Path(__file__).parents[2] / "laplace"
 HOME = "core/precision_policy.py"
 TABLES = {
     "engines/native/proof.py": "how closely derivatives agree, by dtype",
@@ -34,11 +33,9 @@ OPTIONS: dict[str, Any] = {name: {"structure_kwargs": {"rank": 3}} for name in (
 def places(name: str) -> list[str]:
     """Uses of an attribute in the package outside of the policy."""
     return [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).as_posix() != HOME
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == name
+        f"{name_of(path)}:{node.lineno}"
+        for path, node in nodes(ast.Attribute)
+        if node.attr == name and name_of(path) != HOME
     ]
 
 

@@ -32,7 +32,7 @@ def targets(kind: str, n: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor, Te
     return mean, (SCALES[kind] * deviation).square(), y
 
 
-@pytest.mark.parametrize("kind", ["calibrated", *nightly("over-confident", "under-confident")])
+@pytest.mark.parametrize("kind", nightly("calibrated", "over-confident", "under-confident"))
 def test_verdicts_of_classes_are_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 95 of 100 cases; 300 draws of the labels decide as 1,000 do, but for p values of about 1 %."""
     monkeypatch.setattr(verdicts, "N_DRAWS", 300)

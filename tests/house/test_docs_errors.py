@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laplace import errors
-from tests.source import FILES, calls, tree
+from tests.source import calls, nodes, tree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text("utf-8")
 CLASSES = [name for name, found in inspect.getmembers(errors, inspect.isclass) if found.__module__ == errors.__name__]
@@ -60,7 +60,7 @@ def documented(message: str) -> bool:
 @cache
 def messages() -> list[str]:
     """Every string of the package."""
-    return sorted({rendered(node, path) for path in FILES for node in ast.walk(tree(path)) if _is_string(node)})
+    return sorted({rendered(node, path) for path, node in nodes(ast.JoinedStr, ast.Constant) if _is_string(node)})
 
 
 def _is_string(node: ast.AST) -> bool:

@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -129,13 +129,16 @@ def test_no_loop_without_a_bound_ends_at_a_tolerance() -> None:
 # What extensions replace is not asked by name.
 
 
-def compared() -> Iterator[tuple[Path, ast.AST, set[object]]]:
+@cache
+def compared() -> list[tuple[Path, ast.AST, set[object]]]:
     """Constants, and attributes as they are written, of every comparison, pattern and table of cases."""
+    found: list[tuple[Path, ast.AST, set[object]]] = []
     for path, node in nodes(ast.Compare, ast.match_case, ast.Dict):
         roots = node.keys if isinstance(node, ast.Dict) else [getattr(node, "pattern", node)]
         parts = [part for root in roots if root is not None for part in ast.walk(root)]
         constants = {part.value for part in parts if isinstance(part, ast.Constant)}
-        yield path, node, constants | {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
+        found.append((path, node, constants | {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}))
+    return found
 
 
 def test_likelihoods_are_told_apart_by_their_registry() -> None:

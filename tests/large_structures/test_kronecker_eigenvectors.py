@@ -22,6 +22,7 @@ def test_reduce(name: str) -> None:
     assert_close(own_dense(la), expected(case, case.dense(), kron_truth(case, "reduce")), "backend")
 
 
+@pytest.mark.nightly
 def test_search_finds_the_columns_of_a_decaying_spectrum() -> None:
     model, x, y = decaying()
     found = {}

@@ -122,7 +122,7 @@ def decaying(width: int = 60, n_data: int = 300) -> tuple[nn.Module, Tensor, Ten
 
 
 def test_seeds_decide_and_the_global_generator_is_left_alone() -> None:
-    model, x, y = decaying()
+    model, x, y = decaying(20, 60)
 
     def fitted(seed: int) -> Tensor:
         options = {"rank": 3, "oversampling": 0, "seed": seed}

@@ -10,10 +10,11 @@ import torch
 from laplace.curvature import NativeGGN, NativeHessian
 from laplace.large_structures import subspace
 from tests.large_structures.test_low_rank import exact, fitted
+from tests.pairs import nightly
 from tests.reference.compare import assert_close
 
 
-@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+@pytest.mark.parametrize("kind", ["ggn", *nightly("hessian")])
 def test_dominant_eigenpairs(kind: str) -> None:
     """With enough iterations: the eigenvalues of largest size, of both signs for the Hessian."""
     dense = exact(kind)

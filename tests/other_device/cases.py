@@ -45,7 +45,7 @@ CARD_CASES: dict[str, Run] = {}
 """What only a card is asked for: the device in software has none of its fused kernels."""
 READINGS = {"ekfac": 2, "lowrank": 4, "lowrank_kron": 2}
 """How often a fit reads the data, where that is more than once."""
-COUNTED = [("classification", *cell) for cell in grid.CELLS]
+COUNTED = [("classification", *cell) for cell in grid.TURNS]
 COUNTED += [(likelihood, "all", "diag") for likelihood in grid.LIKELIHOODS if likelihood != "classification"]
 """Fits and predictions whose reads and copies are counted."""
 

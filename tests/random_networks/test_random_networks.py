@@ -50,7 +50,7 @@ NEAR: dict[str, tuple[str, Case]] = {
 }
 """Small cases near faults that were found by other means."""
 
-COUNT = int(os.environ.get("LAPLACE_TEST_SEEDS", "20"))
+COUNT = int(os.environ.get("LAPLACE_TEST_SEEDS", "10"))
 AT_ONCE = 10
 
 

@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def without_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()

@@ -119,7 +119,7 @@ def soak(seconds: float) -> Service:
 
 
 def test_a_short_soak() -> None:
-    assert soak(6.0).answers > 50
+    assert soak(2.0).answers > 15
 
 
 @pytest.mark.nightly
