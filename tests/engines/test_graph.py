@@ -436,6 +436,7 @@ def test_the_reference_is_that_of_torch_func() -> None:
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.turns
 def test_the_curvature_of_the_next_batch(kind: type[nn.Module], structure: str) -> None:
     model = network(kind)
     expected = ggn(model, HIDDEN, SHOWN, HIDDEN)

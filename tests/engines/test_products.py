@@ -19,6 +19,7 @@ BACKENDS = [Backend(f"Native{name}", "torch", name.lower()) for name in ("GGN", 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("case", thinned("lowrank"))
+@pytest.mark.turns
 def test_both_ways_are_the_product_with_the_dense_curvature(
     backend: Backend, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ class Tokens(nn.Module):
 
 @newer_torch("exports of all weights or of a subnetwork may raise")
 @pytest.mark.parametrize(("weights", "structure"), STRUCTURES)
+@pytest.mark.turns
 def test_every_structure_and_choice_of_weights(weights: str, structure: str) -> None:
     la = grid.fitted(weights, structure, "regression", **({"n_subset": 6} if structure == "gp" else {}))
     x, _ = grid.data("regression")

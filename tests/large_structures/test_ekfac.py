@@ -56,6 +56,7 @@ def check(case: Case, la: Any, kind: str = "ggn", approx: str = "expand") -> Non
 
 
 @pytest.mark.parametrize("case", thinned("ekfac"))
+@pytest.mark.turns
 def test_ggn(case: Case) -> None:
     check(case, case.fit())
 

@@ -104,6 +104,7 @@ def test_equals_the_reference(case: Case, rank: int) -> None:
 
 
 @pytest.mark.parametrize("case", cases(DISTINCT, ["all", "last_layer"], ["lowrank_kron"]))
+@pytest.mark.turns
 def test_all_columns_are_those_of_ekfac(case: Case) -> None:
     """U Λ* Uᵀ with all columns is ekfac's curvature; beside it is what the exact diagonal has more, or less."""
     la, other = fit(case), Case(case.problem, "ekfac", case.weights).fit()

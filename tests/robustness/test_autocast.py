@@ -86,6 +86,7 @@ def tuned(la: ParametricLaplace, method: str = "marglik", **options: Any) -> Ten
 @pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.turns
 def test_calls_within_autocast_are_those_without(weights: str, structure: str, call: str) -> None:
     """Of batches of any size; nothing that is kept for later is of lower precision."""
     expected, actual = [], []

@@ -121,6 +121,7 @@ class Injected:
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.DataWarning")  # data that count twice
 @pytest.mark.parametrize(("name", "call"), TABLE, ids=str)
+@pytest.mark.turns
 def test_a_failing_pass_changes_nothing(name: str, call: str) -> None:
     injected = Injected(name, call)
     assert injected.passes > 0
