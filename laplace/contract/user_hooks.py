@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laplace.contract.by_hand import TensorByHand, known_form
 from laplace.contract.manual_fit import H_of, checked_H, with_parts, without_data
+from laplace.core import linalg
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import centred_variance, covariance_root
 from laplace.core.hyperparameters import Hyperparameters
@@ -44,7 +45,6 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior, Sampler
-from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit

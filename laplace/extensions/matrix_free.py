@@ -23,6 +23,7 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.nested import entries, from_state, is_finite, require_sizes
 from laplace.core.precision_policy import widened
+from laplace.engines.cost import Cost
 from laplace.engines.engine import MEMORY_BUDGET, BatchSummary, CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.engines.profile import BatchProfile
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, StateError, UnsupportedError, warn
@@ -33,7 +34,6 @@ from laplace.large_structures.low_rank import LowRankPrecision, Subspace
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.parametric import NamedPosterior
 from laplace.structures.base import Curvature, DataPass, Recent, require_finite
-from laplace.structures.cost import Cost
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
 from laplace.structures.precision import Form, Precision, VariancesOverPriors

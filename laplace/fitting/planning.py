@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from laplace.core.batch import Inputs
 from laplace.core.memory import LEAST, Available, available, in_units
+from laplace.engines.cost import Cost
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
 from laplace.structures import STRUCTURES, Curvature
-from laplace.structures.cost import Cost
 from laplace.weights.problem import Problem
 
 _SHARE = 6

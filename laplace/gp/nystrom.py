@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import eigen, nested
+from laplace.core import eigen, linalg, nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.linalg import bilinear, power
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
@@ -27,10 +28,8 @@ from laplace.gp.reading import ObservingPass, jacobians, uncounted
 from laplace.gp.subset import Pool, make_score
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.large_structures import subspace
-from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.dual import ProjectedScan, SplitPrior, pulled
-from laplace.structures.linalg import bilinear, power
 from laplace.structures.precision import Form, Precision
 
 # Posterior precisions in the span of a few directions.

@@ -23,13 +23,13 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.engines.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData, StateError
 from laplace.structures.base import Curvature, DataPass, SumPass, keeps_last, require_finite, those_known
-from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan

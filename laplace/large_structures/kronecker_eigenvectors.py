@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import linalg
 from laplace.core.cached import cached_property
 from laplace.core.inference import kept_for_later
 from laplace.core.pieces import bytes_at_once, numbers_at_once
@@ -17,7 +18,6 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape, total
-from laplace.structures import linalg
 
 # Dominant eigenvectors of Kronecker factors known by their products alone (Halko et al., 2011).
 #

@@ -21,9 +21,11 @@ from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.linalg import bilinear, power_slope
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
+from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import ProductSink
@@ -40,8 +42,6 @@ from laplace.structures.base import (
     require_finite,
     those_known,
 )
-from laplace.structures.cost import DOUBLE, Cost
-from laplace.structures.linalg import bilinear, power_slope
 from laplace.structures.precision import (
     Form,
     Precision,

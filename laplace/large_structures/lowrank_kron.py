@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -31,8 +31,10 @@ from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.core.log_det import EigenvaluePairs, log_det_ratio
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.engines.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe, require_blocks
 from laplace.engines.profile import BatchProfile
@@ -52,11 +54,8 @@ from laplace.large_structures.kronecker_eigenvectors import (
     corrected_columns_of,
     pair_bytes,
 )
-from laplace.structures import linalg
 from laplace.structures.base import Curvature, DataPass, keeps_last, linked, require_finite, those_known
-from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
 from laplace.structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import linalg
 from laplace.core.batch import require_loader
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
@@ -26,7 +27,6 @@ from laplace.gp.subset import Subset, SubsetPass
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
-from laplace.structures import linalg
 from laplace.structures.dual import Dual, moved_by, pulled
 from laplace.structures.fit import Fit
 

@@ -19,8 +19,8 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.nested import move
 from laplace.core.precision_policy import wide_dtype
+from laplace.engines.cost import Cost
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.structures.cost import Cost
 from laplace.structures.precision import OneByOne, Precision, VariancesOverPriors
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
+from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.sinks import BlockSink, Groups
 from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.full_sum import MatrixSum
-from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
@@ -27,7 +27,6 @@ from laplace.structures.base import (
     nonnegative,
     other_structure,
 )
-from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import MatrixCost
 from laplace.structures.kron import KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, other_structure
-from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 

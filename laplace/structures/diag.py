@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.log_det import EigenvaluePairs, log_det_ratio
+from laplace.engines.cost import Cost
 from laplace.engines.sinks import DiagSink
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, Recent, SignedOptions, nonnegative, other_structure
-from laplace.structures.cost import Cost
-from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
+from laplace.core import linalg
 from laplace.core.cached import cached_property
 from laplace.core.gaussian import centred_variance_of_independent
 from laplace.core.hyperparameters import GaussianPrior
@@ -32,7 +33,6 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, total
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
-from laplace.structures import linalg
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
 from laplace.structures.woodbury import covariance_left, left_of, shrinkage, shrinkage_slope, whitened_power
 

@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.core import eigen, nested
+from laplace.core import eigen, linalg, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.core.log_det import log_det_relative
 from laplace.core.memory import available, in_units
 from laplace.core.nested import is_finite
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import root_dtype, wide_dtype, widened
+from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.sinks import FullSink, KeptRows, RowSink
 from laplace.errors import CurvatureError, OutOfMemory
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import BlockPairs, MatrixSum, PairedMatrix, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import linalg
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
@@ -44,9 +45,7 @@ from laplace.structures.base import (
     other_structure,
     require_finite,
 )
-from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.dual import JointPrecision, ProjectedScan, WeightedRows
-from laplace.structures.log_det import log_det_relative
 from laplace.structures.precision import (
     Form,
     Precision,

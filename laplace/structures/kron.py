@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
+from laplace.core.linalg import power
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
+from laplace.engines.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
 from laplace.enums import DampingForm
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import linalg
 from laplace.structures.base import AdditiveCurvature, Curvature, keeps_last, linked, other_structure
-from laplace.structures.cost import DOUBLE, Cost, SideCosts, widest_gradient
-from laplace.structures.linalg import power
 from laplace.structures.precision import (
     Form,
     Precision,

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.cached import cached_property
 from laplace.core.checks import together
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
+from laplace.core.linalg import without_rounding
+from laplace.core.log_det import EigenvaluePairs, log_det_ratio
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import widened
@@ -24,9 +26,6 @@ from laplace.engines.kron_parts import KronBlock, KronParts, ThinFactor
 from laplace.errors import StateError, UnsupportedError
 from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock, ProductBasis
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures import linalg
-from laplace.structures.linalg import without_rounding
-from laplace.structures.log_det import EigenvaluePairs, log_det_ratio
 
 if TYPE_CHECKING:
     from laplace.engines.engine import Groups

@@ -111,7 +111,7 @@ OTHERWISE = {
     "parametric.py": "conformance/test_evidence.py",
     "predictive/latent.py": "conformance/test_predictions.py",
     "predictive/predict.py": "conformance/test_predictions.py",
-    "structures/cost.py": "fitting/test_planning.py",
+    "engines/cost.py": "fitting/test_planning.py",
 }
 """Modules without tests under their name: tables of names, and what the tests of a whole, named here, go through."""
 

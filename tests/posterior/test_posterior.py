@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from laplace import FullLaplace, KronLaplace, Laplace, MixtureLaplace
+from laplace.core import linalg
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import linalg
 from tests import problems as catalogue
 
 PROBLEM = catalogue.get("mlp_regression")

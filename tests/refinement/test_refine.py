@@ -60,7 +60,7 @@ def test_bound_takes_the_factor_that_is_there_and_no_eigenvalues(monkeypatch: py
     def eigenvalues(*_: object, **__: object) -> None:
         raise AssertionError("eigenvalues cost ten times a Cholesky factorisation")
 
-    monkeypatch.setattr("laplace.structures.linalg.eigvalsh", eigenvalues)
+    monkeypatch.setattr("laplace.core.linalg.eigvalsh", eigenvalues)
     assert_close(la.refine(case.problem.batches(4), method="variational").elbo, expected, "backend")
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.core import linalg
 from laplace.errors import SlowWarning
-from laplace.structures import linalg
 
 STRUCTURES = ("kron", "block", "full")
 

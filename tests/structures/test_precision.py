@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.structures import linalg
+from laplace.core import linalg
 from laplace.structures import precision as precisions
 from laplace.structures.precision import drawn
 

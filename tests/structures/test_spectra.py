@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.structures import linalg
+from laplace.core import linalg
 
 STRUCTURES = ("kron", "ekfac")
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.structures import linalg
+from laplace.core import linalg
 
 
 def test_covariance_factor_by_halves() -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
+from laplace.core import log_det
 from laplace.core import pieces as core_pieces
+from laplace.core.log_det import EigenvaluePairs, log_det_ratio, log_det_relative
 from laplace.large_structures import kronecker_eigenvectors
-from laplace.structures import log_det
-from laplace.structures.log_det import EigenvaluePairs, log_det_ratio, log_det_relative
 from tests.reference.compare import assert_close
 
 F64 = torch.float64
