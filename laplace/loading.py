@@ -18,7 +18,7 @@ from laplace.grid import class_of
 from laplace.mixture import MixtureLaplace
 from laplace.network.model_guard import require_module, unwrap
 from laplace.parametric import ParametricLaplace
-from laplace.saving import CALLS, described, outline
+from laplace.recipe import CALLS, described, outline
 from laplace.weights.last_layer import network_of
 
 _COMPARED = ("likelihood", "backend")

@@ -39,7 +39,7 @@ from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Cache, Choices, Posterior, Refinement, checked_backend
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
-from laplace.saving import Recipe, Saved
+from laplace.saving import Saved
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.fit import Fit
 from laplace.structures.own import NoStructure
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from laplace.core.batch import WeightFn
     from laplace.curvature import CurvatureInterface
     from laplace.engines.engine import CurvatureEngine
-    from laplace.fitting.planning import FitPlan
+    from laplace.large_fits.planning import FitPlan
     from laplace.predictive.predict import Predictor
     from laplace.refinement.leave_one_out import LeaveOneOut
     from laplace.tuning.group import PosteriorGroup
@@ -840,7 +840,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
             InvalidData: The loader gives no data.
             UnsupportedError: A backend or structure of your own that has no estimate of its cost.
         """
-        from laplace.fitting.fit import plan
+        from laplace.large_fits.planning import plan
 
         posterior, planned = plan(self._posterior, train_loader)
         self.set_posterior(posterior)
@@ -1041,6 +1041,8 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
 
     @property
     def _recipe(self) -> dict[str, Any]:
+        from laplace.recipe import Recipe
+
         return Recipe.from_object(self).plain()
 
     @property

@@ -28,6 +28,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LONG = (
     "tests/extensions",
     "tests/fitting",
+    "tests/large_fits",
     "tests/house",
     "tests/other_device",
     "tests/structures/test_dense_defaults",

@@ -44,20 +44,20 @@ STOREYS = (
             "posterior", "structures", "predictive", "fitting", "evidence.py", "parametric.py", "predicting.py",
             "tunable.py", "saving.py", "grid.py",
         ),
-        7_540,
+        6_960,
     ),
     Storey(
         "methods",
         (
-            "large_structures", "gp", "function_space", "refinement", "tuning", "comparison.py", "metrics.py",
-            "mixture", "training",
+            "large_structures", "large_fits", "gp", "function_space", "refinement", "tuning", "comparison.py",
+            "metrics.py", "mixture", "training",
         ),
-        7_820,
+        8_340,
     ),
     Storey(
         "adapters",
-        ("contract", "curvature", "compat", "loading.py", "state.py", "stand_in.py", "integrations"),
-        4_080,
+        ("contract", "curvature", "compat", "recipe.py", "loading.py", "state.py", "stand_in.py", "integrations"),
+        4_180,
     ),
     Storey("extensions", ("extensions",), 5_760),
 )  # fmt: skip

@@ -1,1 +1,13 @@
 """From data to one frozen `Fit`, and the next posterior."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from laplace.core.registry import Registry
+
+FITS: Registry[Any] = Registry("a fit")
+"""What a fit can be asked for besides one reading of all data here, by the option of `fit` that asks for it."""
+FITS.refer("group", "laplace.large_fits.processes:GroupReading")
+FITS.refer("subset", "laplace.large_fits.subset:SubsetReading")
+FITS.refer("memory", "laplace.large_fits.planning:MemoryCheck")

@@ -1,17 +1,17 @@
-"""From data to the next posterior, in one process: `fit`, `forget` and `plan`.
+"""From data to the next posterior: `fit`, and `forget`.
 
     fit → compute_fit → _begin                  all that can be refused before data are read, and the first batch
                       → infer_from_first_batch  the last layer, and the dimension of the classes
                       → sum_data                readings of the data: one `Fit`
         → Posterior.with_data
 
-A fit over several processes takes the same way; what they exchange is in `processes.py`.
+Fits over several processes and of a random subset take the same way, by a `Reading` of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -30,15 +30,13 @@ from laplace.core.inference import kept_for_later
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.core.overrides import FITTING
 from laplace.core.pieces import operations_are_dear
-from laplace.core.positions import channel_of, target_rows
+from laplace.core.positions import channel_of
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar, known_length
 from laplace.core.random_numbers import check_generator, drawn_seed
-from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, detached, outputs
+from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, detached
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, OutOfMemory, UnsupportedError
-from laplace.fitting import checks, planning, processes
-from laplace.fitting.planning import FitPlan, MemoryCheck
-from laplace.fitting.processes import Begun, agree_on_fit
+from laplace.fitting import FITS, checks
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
@@ -103,6 +101,13 @@ class FitOptions:
         return Processes.from_argument(self.group)
 
     @cached_property
+    def reading(self) -> Reading:
+        """How the data are read; a group and a subset are refused together."""
+        if self.processes is not None:
+            return FITS["group"](self.processes)
+        return Reading() if self.subset is None else FITS["subset"](self)
+
+    @cached_property
     def weights(self) -> DataWeights | None:
         """How often every datum counts; None for once."""
         return DataWeights.from_arguments(self.weight_fn, self.dict_key_weight)
@@ -131,6 +136,52 @@ def check_override(override: Any) -> None:
         "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
         "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...).",
     )
+
+
+# How data are read.
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A reading of data that has begun."""
+
+    posterior: Posterior  # The former posterior, with what the first batch tells
+    loader: Iterable[Any]  # Gives every batch, also the one that was read
+    first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
+
+
+class Reading:
+    """How the data of a fit are read: here, all of them. Other ways are in `FITS`."""
+
+    def shard(self, loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
+        """The data that count, of those that a loader gives."""
+        del dict_key_y
+        return loader
+
+    def begin(self, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
+        """Begins; `settings` are what all processes of a fit have in common."""
+        del settings
+        begun = begin()
+        if begun.first is None:
+            raise InvalidData(checks.NO_DATA)
+        return begun
+
+    def fit(
+        self, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, sums: Callable[[Iterable[Any]], Fit]
+    ) -> Fit:
+        """The fit of a loader's data, by the sums over these or some of them."""
+        del engine, choices
+        return sums(loader)
+
+    def sum_over(
+        self, read: Callable[[], BatchSummary | None], data_pass: DataPass, engine: CurvatureEngine
+    ) -> tuple[BatchSummary | None, dict[str, str] | None]:
+        """Sums besides curvature, None without data, once `data_pass` has those of the curvature.
+
+        Also the rule that explained every tensor; None where the engine knows it.
+        """
+        del data_pass, engine
+        return read(), None
 
 
 # The next posterior.
@@ -174,19 +225,6 @@ def forget(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> 
         return posterior.with_fit(former.minus(removed, signed=signed))
 
 
-def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:
-    """The posterior with what the first batch tells, and what a fit would take; errors: see `la.plan`."""
-    choices, model = posterior.choices, posterior.model
-    require_unsharded(model, "timing takes passes that other processes do not make")
-    with autograd_mode(), torch.no_grad(), same_random_state(model):
-        batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
-        x, y = planning.first_counted(loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model)
-        posterior = infer_from_first_batch(posterior, x, y)
-        profile = _engine_of(posterior, FitOptions()).profile(x, y)
-    how = (posterior.problem, choices.structure, choices.structure_options, known_length(loader))
-    return posterior, planning.make_plan(profile, *how)
-
-
 @dataclass(frozen=True, eq=False)
 class NewFit:
     """Curvature and loss of data at the network's present weights."""
@@ -218,30 +256,21 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
             n_data = options.subset or checks.number_of_data(loader, posterior.choices.dict_key_y)
             options = replace(options, first_pass=lambda engine: posterior.users_pass(engine, n_data))
         begin = partial(_begin, posterior, loader, options, first)
-        begun = (
-            begin()
-            if options.processes is None
-            else agree_on_fit(options.processes, begin, options.settings(posterior))
-        )
-        if begun.first is None and options.processes is None:
-            raise InvalidData(checks.NO_DATA)
+        begun = options.reading.begin(begin, options.settings(posterior))
         # Lengths could not be checked while the last layer was unknown.
         posterior = begun.posterior.at_hyperparameters(match_lengths(begun.posterior.hypers, begun.posterior.weights))
-        engine, choices = _engine_of(posterior, options), posterior.choices
+        engine, choices, content = engine_for(posterior, options), posterior.choices, ContentReader()
         if options.weights is not None:
             engine.require_weighing(options.weights.name)
-        content, subset, loader = ContentReader(), None, begun.loader
-        if options.subset is not None:
-            subset = Subsample.drawn(loader, engine, choices, options)
-            loader = subset.loader
-        fit = sum_data(loader, engine, choices, options, first, content)
-        fit = fit if subset is None else subset.scale_up(fit)
+        fit = options.reading.fit(
+            begun.loader, engine, choices, lambda data: sum_data(data, engine, choices, options, first, content)
+        )
         check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = fit if options.weights is None else replace(fit, is_weighed=True)
         return NewFit(posterior, fit, engine, None if first is None else first.reference, content.content)
 
 
-def _engine_of(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
+def engine_for(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
     """An engine for a fit: one that keeps a term per output under a vector noise.
 
     Where data are added it is that of the former fit, whose random draws go on.
@@ -269,8 +298,7 @@ def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, fir
     _refuse_unsupported(posterior, options)
     key = posterior.choices.dict_key_y
     batches.require_loader(loader, "train_loader")
-    if options.processes is not None:
-        loader = processes.without_padding(loader, key)
+    loader = options.reading.shard(loader, key)
     _require_rereadable(loader, posterior.choices.structure, options)
     if options.weights is not None:
         loader = options.weights.loader(loader, key)
@@ -444,7 +472,7 @@ def sum_data(
     loss = checks.LossCheck.from_engine(engine)
     check = None
     if options.check_memory:
-        check = MemoryCheck(engine.problem, structure, choices.structure_options, known_length(loader))
+        check = FITS["memory"](engine.problem, structure, choices.structure_options, known_length(loader))
     make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
     listening = Listening(judge=None if loss is None else loss.see, profile=check)
     with engine.asked(listening):
@@ -470,7 +498,7 @@ class _Readings:
     options: FitOptions
     first_batch: DeterminismCheck | None
     content: ContentReader | None
-    memory: MemoryCheck | None
+    memory: Any  # Refuses what memory does not hold; None where that is not asked for
     number: int = 1  # of the reading
     first_sums: BatchSummary | None = None  # of the first reading, after it
     draws: Tensor | None = None  # state of the engine's generator before a reading
@@ -479,18 +507,10 @@ class _Readings:
     def fit(self) -> Fit:
         engine = self.engine
         self.draws = None if engine.generator is None else engine.generator.get_state()
-        if self.options.processes is not None:
-            with suppress(InvalidData):  # there are no sums yet: this refuses a pass that does not add up over shards
-                self.data_pass.form()
         while True:
             if engine.generator is not None and self.draws is not None:
                 engine.generator.set_state(self.draws)  # every reading is of the same sampled curvature
-            if self.options.processes is None:
-                totals, coverage = self._read(), None
-            else:
-                totals, coverage = processes.sum_over(
-                    self.options.processes, self._read, self.data_pass, engine, engine.coverage
-                )
+            totals, coverage = self.options.reading.sum_over(self._read, self.data_pass, engine)
             totals = self._counted_alike(totals)
             self.first_sums = self.first_sums or totals
             result = self.data_pass.finish()
@@ -530,7 +550,7 @@ class _Readings:
         """Feeds every batch to the pass; returns sums of what they contribute besides curvature, or None."""
         first, engine = self.first_batch, self.engine
         if self.first_sums is None and self.memory is not None:
-            self._ask_memory(self.memory)
+            self.memory.before(self.engine, self.loader, self.choices.dict_key_y)
         total: BatchSummary | None = None
         label = "fit" if self.choices.structure.n_passes == 1 else f"fit, reading {self.number}"
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
@@ -585,18 +605,6 @@ class _Readings:
             raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
         return total.joined(new)
 
-    def _ask_memory(self, check: MemoryCheck) -> None:
-        """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
-        least = self.engine.profile_by_shapes()
-        lacking = None if least is None else check.lacking(least)
-        if lacking is None:
-            return
-        problem, likelihood = self.engine.problem, self.engine.likelihood
-        x, _ = planning.first_counted(self.loader, self.choices.dict_key_y, problem.device, likelihood, problem.module)
-        profile = self.engine.profile_by_shapes(x)
-        if profile is not None:
-            raise check.refusal(profile, lacking)
-
 
 @contextmanager
 def _within_memory(number: int) -> Iterator[None]:
@@ -608,89 +616,3 @@ def _within_memory(number: int) -> Iterator[None]:
             raise
         said = str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.remedy} {error}"
         raise OutOfMemory(f"batch {number}: {said}") from error
-
-
-# Curvature of a random subset of the data, scaled up: unbiased, at a share of the cost (Immer et al., 2021, A.3.1).
-
-
-@dataclass(frozen=True, eq=False)
-class Subsample:
-    """M of N data, drawn without replacement, for N/M times the curvature of the M with loss and number of all N.
-
-    The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
-    block, diagonal) [Linearization, appendix A.3.1, subsample]. The loader is read once for the loss, by forward passes
-    alone, and once for the curvature; the M data are held where a structure reads them several times.
-    """
-
-    loader: Iterable[Any]  # The M data
-    summary: BatchSummary  # What all N data contribute besides curvature
-    factor: float  # N/M
-
-    @classmethod
-    def drawn(cls, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, options: FitOptions) -> Subsample:
-        """Those that `options.generator` draws, whatever the order of the loader's data."""
-        data = _counted(loader, engine, choices.dict_key_y, label="fit, loss", progress_bar=options.progress_bar)
-        summary, n_inputs = _losses(data, engine)
-        size, source = options.subset, options.generator
-        if source is None or isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= n_inputs:
-            raise InvalidArgument(f"subset={size}; it must be an integer from 1 to {n_inputs}, the number of data.")
-        chosen = torch.randperm(n_inputs, generator=source, device=source.device)[:size].sort().values.cpu()
-        part: Iterable[Any] = _Chosen(loader, engine, choices.dict_key_y, chosen)
-        if choices.structure.n_passes > 1:  # a loader that shuffles would give other data in every reading
-            part = list(part)
-        return cls(part, summary, n_inputs / size)
-
-    def scale_up(self, fit: Fit) -> Fit:
-        """The fit of all data by that of the M."""
-        if self.factor == 1:
-            return fit
-        curvature, summary = fit.curvature.scaled(self.factor), self.summary
-        facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
-        facts["gaps"] = summary.gaps
-        return replace(fit, curvature=curvature, **facts)
-
-
-def _losses(data: Iterable[tuple[str, Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
-    """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
-    likelihood = engine.likelihood
-    total: BatchSummary | None = None
-    n_inputs = 0
-    for name, x, y in data:
-        with named(name):
-            rows = outputs(engine, x)
-            f = rows.values
-            targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
-        terms, count = likelihood.loss_terms(f, targets).detach(), likelihood.count(f, targets)
-        new = BatchSummary(terms, count, f.shape[1], likelihood.observations(f, targets))
-        total, n_inputs = new if total is None else total.joined(new), n_inputs + len(y)
-    if total is None:
-        raise InvalidData(checks.NO_DATA)
-    return total, n_inputs
-
-
-def _counted(
-    loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str, *, label: str = "", progress_bar: bool = False
-) -> Iterator[tuple[str, Inputs, Tensor]]:
-    """Name, inputs and targets of every batch, without ignored ones."""
-    device, rules, model = engine.problem.device, engine.target_rules, engine.problem.module
-    return next_token.read(loader, dict_key_y, device, rules, model, label=label, progress_bar=progress_bar)
-
-
-@dataclass(frozen=True, eq=False)
-class _Chosen:
-    """The batches of a loader, of which data are `chosen`: sorted places among those that are not ignored, `[M]`."""
-
-    loader: Iterable[Any]
-    engine: CurvatureEngine
-    dict_key_y: str
-    chosen: Tensor
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        start = 0
-        for _, x, y in _counted(self.loader, self.engine, self.dict_key_y):
-            n_data = len(y)
-            first, last = torch.searchsorted(self.chosen, torch.tensor([start, start + n_data])).tolist()
-            if last > first:
-                places = (self.chosen[first:last] - start).to(y.device)
-                yield batches.select(x, places, n_data), y[places]
-            start += n_data

@@ -42,7 +42,7 @@ from laplace.predicting import Predicting
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.predict import replayed
 from laplace.predictive.prediction import Prediction, mixed
-from laplace.saving import CALLS, Recipe, Saved
+from laplace.saving import Saved
 from laplace.structures.base import Curvature
 from laplace.tunable import Tunable
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, require_same_data
@@ -423,6 +423,8 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
 def _recipe_of(la: ParametricLaplace) -> dict[str, Any]:
     """Class and arguments of one component; a call of its network that is known by name as its fields."""
+    from laplace.recipe import CALLS, Recipe
+
     own, call = Recipe.from_object(la), la.forward_fn
     name = getattr(type(call), "saved_as", None)
     if name is None or name not in CALLS:

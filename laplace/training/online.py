@@ -39,8 +39,8 @@ from laplace.enums import (
 )
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError, warn
 from laplace.fitting.fit import infer_from_first_batch
-from laplace.fitting.processes import without_padding
 from laplace.grid import from_names
+from laplace.large_fits.processes import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded

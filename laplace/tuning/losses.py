@@ -22,7 +22,7 @@ from laplace.core.precision_policy import widened
 from laplace.core.processes import Processes
 from laplace.core.progress import DataBar
 from laplace.errors import DataWarning, InvalidArgument, InvalidData, UnsupportedError, warn
-from laplace.fitting.processes import without_padding
+from laplace.large_fits.processes import without_padding
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.targets import Score, Summary, mean_of, variance_of

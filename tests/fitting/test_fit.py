@@ -1,108 +1,51 @@
-"""The subsampled GGN: unbiased, with loss and number of all data."""
+"""A fit of several parts, each saved when it is done: a loop that goes on where it was interrupted."""
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from laplace import Laplace, ParametricLaplace
-from laplace.errors import InvalidArgument, InvalidType
-from tests import grid
-from tests.conformance.cases import Case, few, own_dense
-from tests.reference.compare import assert_close
+import laplace
+from laplace import Laplace
 
+STRUCTURES = ("full", "block", "diag", "kron")
+"""Structures whose curvature is the same sum, however the data are split."""
 
-@pytest.mark.parametrize("case", few("all", "last_layer", structures=["full", "diag"], names=["mlp_classification"]))
-def test_the_mean_over_all_subsets_is_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, n = case.fit(), len(case.problem.y)
-    pairs = list(combinations(range(n), 2))
-    total = torch.zeros_like(own_dense(whole))
-    for pair in pairs:
-        rest = [i for i in range(n) if i not in pair]
-        monkeypatch.setattr(torch, "randperm", lambda *_, order=(*pair, *rest), **__: torch.tensor(order))
-        la = case.build()
-        la.fit(case.problem.batches(4), subset=2)
-        total += own_dense(la)
-        assert la.n_data == n
-        assert_close(la.loss, whole.loss, "backend", label="loss")
-    assert_close(total / len(pairs), own_dense(whole), "backend")
+Parts = Sequence[DataLoader[Any]]
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag", "ekfac", "lowrank", "block", "lowrank_kron"])
-def test_all_of_the_data_is_the_usual_fit_and_seeds_count(structure: str) -> None:
-    def fitted(seed: int, subset: int | None) -> ParametricLaplace:
-        la = Laplace(grid.network(), "classification", "all", structure)
-        la.fit(grid.batches(), subset=subset, generator=torch.Generator().manual_seed(seed))
-        return la
-
-    x = grid.data()[0]
-    assert_close(fitted(0, 12)(x), fitted(0, None)(x), "float32_solve")
-    first, again, other = fitted(1, 5)(x), fitted(1, 5)(x), fitted(2, 5)(x)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_ignored_labels_and_refusals() -> None:
-    data = grid.batches()
-    data[0] = (data[0][0], data[0][1].clone())
-    data[0][1][:3] = -100
-    la = Laplace(grid.network(), "classification", "all", "diag")
-    la.fit(data, subset=9, generator=torch.Generator().manual_seed(0))
-    assert la.n_data == 9
-    expected = Laplace(grid.network(), "classification", "all", "diag")
-    expected.fit(data)
-    assert_close(la.H, expected.H, "float32")
-    assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), "float32")
-    for subset in (0, 10, 2.5, True):
-        with pytest.raises(InvalidArgument, match="from 1 to 9"):
-            la.fit(data, subset=subset)
-    with pytest.raises(InvalidArgument, match="once"):
-        la.fit(iter(data), subset=3)
-    assert_close(la.H, expected.H, "float32")
+def fit_parts(path: Path, model: nn.Module, structure: Any, parts: Parts, *, until: int) -> Any:
+    """The loop of docs/saving.md, which is interrupted after so many parts of its own."""
+    la = laplace.load(path, model) if path.exists() else Laplace(model, "classification", "all", structure)
+    end = 0
+    for part in parts:
+        end += len(part.dataset)  # type: ignore[arg-type]
+        if la.n_data < end:
+            if until == 0:
+                return None
+            until -= 1
+            la.fit(part, override=False)
+            la.save(path)
+    return la
 
 
-@pytest.mark.parametrize("structure", grid.REREAD)
-def test_every_reading_of_a_shuffled_loader_is_of_the_same_subset(structure: str) -> None:
-    x, y = (tensor.double() if tensor.is_floating_point() else tensor for tensor in grid.data())
-    orders: list[torch.Tensor] = []
-
-    class Shuffled:
-        """Another order in every reading."""
-
-        def __iter__(self):
-            orders.append(torch.randperm(len(x), generator=torch.Generator().manual_seed(len(orders))))
-            return ((x[places], y[places]) for places in orders[-1].split(5))
-
-    la = Laplace(grid.network().double(), "classification", "all", structure)
-    la.fit(Shuffled(), subset=7, generator=torch.Generator().manual_seed(4))
-    places = torch.randperm(len(x), generator=torch.Generator().manual_seed(4))[:7].sort().values
-    chosen = orders[-1][places]
-    expected = Laplace(grid.network().double(), "classification", "all", structure)
-    expected.fit([(x[chosen], y[chosen])])
-    eye = torch.eye(la.posterior_covariance.shape[0], dtype=torch.float64)
-    curvature = (expected.posterior_covariance.inverse() - eye) * len(x) / 7
-    assert_close(la.posterior_covariance.inverse() - eye, curvature, "algebra")
-
-
-def test_a_seed_is_no_generator() -> None:
-    la = Laplace(grid.network(), "classification", "all", "diag")
-    with pytest.raises(InvalidType, match="generator must be"):
-        la.fit(grid.batches(), subset=3, generator=3)  # type: ignore[arg-type]
-    la.fit(grid.batches())
-    with pytest.raises(InvalidType, match="generator must be"):
-        la.refine(grid.batches(), method="variational", generator=3)  # type: ignore[arg-type]
-
-
-def test_without_a_generator_the_global_seed_leads_to_another_subset_each_time() -> None:
-    def fitted() -> torch.Tensor:
-        la.fit(grid.batches(), subset=3)
-        return la.posterior_variance
-
-    la = Laplace(grid.network(), "classification", "all", "diag")
-    torch.manual_seed(0)
-    first, second = fitted(), fitted()
-    torch.manual_seed(0)
-    assert torch.equal(first, fitted())
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_parts_go_on_where_they_were_interrupted(structure: Any, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(15, 4).double()
+    y = torch.randint(3, (len(x),), generator=torch.Generator().manual_seed(0))
+    parts = [DataLoader(TensorDataset(x[i::3], y[i::3]), 4) for i in range(3)]
+    path = tmp_path / "parts.safetensors"
+    assert fit_parts(path, model, structure, parts, until=1) is None
+    assert fit_parts(path, model, structure, parts, until=1) is None
+    la = fit_parts(path, model, structure, parts, until=1)
+    whole = Laplace(model, "classification", "all", structure)
+    whole.fit([(x, y)])
+    assert la.n_data == whole.n_data == len(x)
+    torch.testing.assert_close(la(x), whole(x))
+    torch.testing.assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())

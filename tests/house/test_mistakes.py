@@ -132,7 +132,7 @@ def of_two_processes() -> None:
 def without_memory() -> None:
     """The curvature of 14,003 weights, of no fewer rows, takes 1.5 GiB; the machine is said to have 1 MiB."""
     wide = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 3))
-    with mock.patch("laplace.fitting.planning.available", return_value=Available(2**20, "a test")):
+    with mock.patch("laplace.large_fits.planning.available", return_value=Available(2**20, "a test")):
         fit(X.repeat(600, 1), Y.repeat(600), wide)
 
 

@@ -92,13 +92,14 @@ OTHERWISE = {
     "curvature/curvlinops.py": "conformance/test_backends.py",
     "curvature/packages.py": "conformance/test_backends.py",
     "curvature/rules.py": "engines/test_functions.py",
+    "engines/cost.py": "large_fits/test_planning.py",
     "engines/engine.py": "conformance/test_curvature.py",
     "engines/layer_inputs.py": "posterior/test_tilt.py",
     "engines/native/engine.py": "conformance/test_layers.py",
     "engines/native/forward.py": "conformance/test_layers.py",
     "engines/native/kinds.py": "conformance/test_hessian.py",
     "engines/native/rules.py": "conformance/test_layers.py",
-    "engines/profile.py": "fitting/test_planning.py",
+    "engines/profile.py": "large_fits/test_planning.py",
     "engines/sinks.py": "conformance/test_curvature.py",
     "enums.py": "house/test_types.py",
     "fitting/checks.py": "fitting/test_data_as_users_have_it.py",
@@ -111,7 +112,7 @@ OTHERWISE = {
     "parametric.py": "conformance/test_evidence.py",
     "predictive/latent.py": "conformance/test_predictions.py",
     "predictive/predict.py": "conformance/test_predictions.py",
-    "engines/cost.py": "fitting/test_planning.py",
+    "recipe.py": "test_saving.py",
 }
 """Modules without tests under their name: tables of names, and what the tests of a whole, named here, go through."""
 

@@ -15,8 +15,8 @@ from laplace import Laplace
 from laplace.curvature import NativeEF
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.errors import InvalidArgument, ModelChangedError, ProcessError, UnsupportedError
-from tests.fitting import ranks
-from tests.fitting.test_group import outcomes
+from tests.large_fits import ranks
+from tests.large_fits.test_group import outcomes
 from tests.versions import newer_torch
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")

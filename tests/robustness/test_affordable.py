@@ -15,8 +15,8 @@ from laplace.core.memory import Available
 from laplace.curvature import GGNInterface, NativeHessian
 from laplace.engines.profile import BatchProfile
 from laplace.errors import OutOfMemory
-from laplace.fitting import planning
-from laplace.fitting.planning import MemoryCheck
+from laplace.large_fits import planning
+from laplace.large_fits.planning import MemoryCheck
 from laplace.mixture import MixtureLaplace
 from laplace.structures import STRUCTURES
 from tests.conformance.cases import Case, few
@@ -60,7 +60,7 @@ def test_a_fit_shows_what_a_plan_knows(case: Case, monkeypatch: pytest.MonkeyPat
     la = case.build()
     planned: list[BatchProfile] = []
     loader = case.problem.batches(None)
-    monkeypatch.setattr("laplace.fitting.planning.make_plan", lambda profile, *_: planned.append(profile))
+    monkeypatch.setattr("laplace.large_fits.planning.make_plan", lambda profile, *_: planned.append(profile))
     la.plan(loader)
     (shown,) = surveys(la, loader, monkeypatch)
     assert replace(planned[0], graph=0, widest=0) == shown

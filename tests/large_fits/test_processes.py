@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from laplace import MixtureLaplace, OnlineLaplace, TaskFit
 from laplace.errors import ApproximationWarning
 from tests import grid
-from tests.fitting import ranks
+from tests.large_fits import ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
 

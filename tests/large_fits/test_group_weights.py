@@ -11,8 +11,8 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace.errors import InvalidData, LaplaceError, ProcessError
-from tests.fitting import ranks
-from tests.fitting.test_group import assert_same, batches, data, found, make
+from tests.large_fits import ranks
+from tests.large_fits.test_group import assert_same, batches, data, found, make
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
 

@@ -29,7 +29,7 @@ from laplace.errors import (
 )
 from laplace.structures import STRUCTURES
 from laplace.structures.kron import KronCurvature
-from tests.fitting import ranks
+from tests.large_fits import ranks
 from tests.pairs import nightly
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")

@@ -12,7 +12,7 @@ from laplace import KronLaplace, Laplace
 from laplace.core.nested import named_tensors
 from laplace.curvature import GGNInterface, NativeEF, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting.planning import FitPlan
+from laplace.large_fits.planning import FitPlan
 from laplace.structures import STRUCTURES, full
 from tests.conformance.cases import Case, few
 

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import LEAST, Available, available, in_units
+from laplace.core.progress import known_length
 from laplace.engines.cost import Cost
+from laplace.engines.engine import CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
+from laplace.fitting.fit import FitOptions, engine_for, infer_from_first_batch
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
+from laplace.network.fsdp import require_unsharded
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.posterior.posterior import Posterior
 from laplace.structures import STRUCTURES, Curvature
 from laplace.weights.problem import Problem
 
@@ -150,7 +157,20 @@ def _estimate(profile: BatchProfile, weights: str, structure: type[Curvature], c
     )
 
 
-def first_counted(
+def plan(posterior: Posterior, loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:
+    """The posterior with what the first batch tells, and what a fit would take; errors: see `la.plan`."""
+    choices, model = posterior.choices, posterior.model
+    require_unsharded(model, "timing takes passes that other processes do not make")
+    with autograd_mode(), torch.no_grad(), same_random_state(model):
+        batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
+        x, y = _first_counted(loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model)
+        posterior = infer_from_first_batch(posterior, x, y)
+        profile = engine_for(posterior, FitOptions()).profile(x, y)
+    how = (posterior.problem, choices.structure, choices.structure_options, known_length(loader))
+    return posterior, make_plan(profile, *how)
+
+
+def _first_counted(
     loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
     """The data of the first batch that has any, without ignored ones."""
@@ -167,6 +187,17 @@ class MemoryCheck:
     structure: type[Curvature]
     options: Any
     n_batches: int | None = None  # How many batches there are, or None if that is unknown
+
+    def before(self, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
+        """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
+        least = engine.profile_by_shapes()
+        lacking = None if least is None else self.lacking(least)
+        if lacking is None:
+            return
+        x, _ = _first_counted(loader, dict_key_y, self.problem.device, engine.likelihood, self.problem.module)
+        profile = engine.profile_by_shapes(x)
+        if profile is not None:
+            raise self.refusal(profile, lacking)
 
     def __call__(self, profile: BatchProfile) -> None:
         """Looks at what a batch shows, whose forward pass is held by now."""

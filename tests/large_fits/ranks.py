@@ -25,7 +25,7 @@ def run(function: Callable[..., Any], *arguments: Any, size: int = 2, folder: Pa
         timeout: Seconds, of all together.
     """
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
-    script = f"from tests.fitting.ranks import _serve; _serve({str(folder)!r}, {size}, "
+    script = f"from tests.large_fits.ranks import _serve; _serve({str(folder)!r}, {size}, "
     ended = fresh.run(*[f"{script}{rank})" for rank in range(size)], timeout=timeout)
     for rank, done in enumerate(ended):
         assert not done.status, f"rank {rank} ended with {done.status}: {done.errors}"

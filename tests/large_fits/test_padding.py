@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from laplace.errors import InvalidData
-from laplace.fitting.processes import without_padding
+from laplace.large_fits.processes import without_padding
 
 N_PROCESSES = 3
 SIZES = (1, 2, 5, 12, 13, 24, 25)

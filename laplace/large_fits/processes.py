@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from laplace.core import batch as batches
-from laplace.core.batch import Inputs
 from laplace.core.checks import as_count
 from laplace.core.nested import digest, has_room
 from laplace.core.precision_policy import wide_dtype, widened
@@ -25,6 +25,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting.checks import NO_DATA
+from laplace.fitting.fit import Begun, Reading
 from laplace.network.watch import checksums, same_sums
 from laplace.posterior.posterior import Posterior
 from laplace.structures.base import DataPass
@@ -98,51 +99,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A reading of data that has begun."""
-
-    posterior: Posterior  # The former posterior, with what the first batch tells
-    loader: Iterable[Any]  # Gives every batch, also the one that was read
-    first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
-
-
-@dataclass(frozen=True)
 class _Announcement:
     """What a process is about to fit, and a digest of its first batch; None without data."""
 
     description: FitDescription
     batch: str | None
-
-
-def agree_on_fit(processes: Processes, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
-    """Begins the reading of this process's shard, once all processes are about to fit the same network alike.
-
-    One collective call. A process without data learns from the others what their first batches tell.
-    """
-    begun: list[Begun] = []
-
-    def attempt() -> _Announcement:
-        begun.append(here := begin())
-        batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
-        return _Announcement(FitDescription.from_posterior(here.posterior, settings), batch)
-
-    messages = processes.gather_results(attempt)
-    _compare(messages)
-    known = [message for message in messages if message.batch is not None]
-    if not known:
-        raise InvalidData(NO_DATA)
-    if len(known) > 1 and len({message.batch for message in known}) == 1:
-        warn(
-            f"all of the {len(known)} processes with data read the same first batch; with all data in every process "
-            f"they are counted {len(known)} times. Give every process a shard: DataLoader(data, sampler="
-            "DistributedSampler(data)).",
-            ApproximationWarning,
-        )
-    (here,) = begun
-    if here.first is not None:
-        return here
-    found = known[0].description
-    return replace(here, posterior=here.posterior.apply_inferred(found.channel_dim, found.layer))
 
 
 def _compare(messages: Sequence[_Announcement]) -> None:
@@ -282,7 +243,7 @@ class _Shortened:
         return batches.first(batch, self.dict_key_y, self.counted.rest)
 
 
-# Passes over data of which every process of a group reads a shard.
+# What every process found in its shard.
 
 
 @dataclass(frozen=True)
@@ -295,48 +256,6 @@ class _Share:
     n_outputs: int
     coverage: Mapping[str, str]
     observations: list[float] | None = None
-
-
-def sum_over(
-    processes: Processes,
-    read: Callable[[], BatchSummary | None],
-    data_pass: DataPass,
-    engine: CurvatureEngine,
-    coverage_here: Callable[[], dict[str, str]],
-) -> tuple[BatchSummary | None, dict[str, str]]:
-    """Reads this process's shard, and puts the sums over all shards in the place of its own.
-
-    Two collective calls: one exchange of outcomes and forms, then one bucketed sum. `read` feeds this process's data to
-    the pass. Returned are sums of what the data of all processes contribute besides curvature, None if there are none,
-    and the rule that explained every tensor.
-    """
-
-    def attempt() -> _Share | None:
-        totals = read()
-        if totals is None:
-            return None
-        losses = widened(totals.loss_terms).tolist()
-        seen = None if totals.observations is None else widened(totals.observations).tolist()
-        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_here(), seen)
-
-    shares = processes.gather_results(attempt)
-    known = {rank: share for rank, share in enumerate(shares) if share is not None}
-    if not known:
-        return None, {}
-    coverage = _coverage(known)
-    own = shares[processes.rank]
-    for share in known.values():
-        if own is None or not has_room(own.form, share.form):
-            data_pass.make_room(share.form)
-    processes.add_(data_pass.sums(), data_pass.is_symmetric)
-    first = next(iter(known.values()))
-    losses = torch.tensor([share.loss_terms for share in known.values()], dtype=wide_dtype()).sum(0)
-    problem = engine.problem
-    losses = losses.to(problem.device, torch.promote_types(problem.dtype, torch.float32))
-    n_data = as_count(sum(share.n_data for share in known.values()))
-    seen = [share.observations for share in known.values()]
-    observed = None if any(one is None for one in seen) else torch.tensor(seen, dtype=wide_dtype()).sum(0)
-    return BatchSummary(losses, n_data, first.n_outputs, observed), coverage
 
 
 def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:
@@ -357,3 +276,83 @@ def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:
                 )
             coverage[name] = known if rule == UNUSED else rule
     return coverage
+
+
+# The fit.
+
+
+@dataclass(frozen=True)
+class GroupReading(Reading):
+    """Every process of a group reads a shard, and all get the sums over all shards."""
+
+    processes: Processes
+
+    def shard(self, loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
+        return without_padding(loader, dict_key_y)
+
+    def begin(self, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
+        """Begins the reading of this process's shard, once all processes are about to fit the same network alike.
+
+        One collective call. A process without data learns from the others what their first batches tell.
+        """
+        begun: list[Begun] = []
+
+        def attempt() -> _Announcement:
+            begun.append(here := begin())
+            batch = None if here.first is None else digest([*batches.tensors(here.first[0]), here.first[1]])
+            return _Announcement(FitDescription.from_posterior(here.posterior, settings), batch)
+
+        messages = self.processes.gather_results(attempt)
+        _compare(messages)
+        known = [message for message in messages if message.batch is not None]
+        if not known:
+            raise InvalidData(NO_DATA)
+        if len(known) > 1 and len({message.batch for message in known}) == 1:
+            warn(
+                f"all of the {len(known)} processes with data read the same first batch; with all data in every "
+                f"process they are counted {len(known)} times. Give every process a shard: DataLoader(data, sampler="
+                "DistributedSampler(data)).",
+                ApproximationWarning,
+            )
+        (here,) = begun
+        if here.first is not None:
+            return here
+        found = known[0].description
+        return replace(here, posterior=here.posterior.apply_inferred(found.channel_dim, found.layer))
+
+    def sum_over(
+        self, read: Callable[[], BatchSummary | None], data_pass: DataPass, engine: CurvatureEngine
+    ) -> tuple[BatchSummary | None, dict[str, str]]:
+        """Reads this process's shard, and puts the sums over all shards in the place of its own.
+
+        Two collective calls: one exchange of outcomes and forms, then one bucketed sum.
+        """
+        with suppress(InvalidData):  # there are no sums yet: this refuses a pass that does not add up over shards
+            data_pass.form()
+
+        def attempt() -> _Share | None:
+            totals = read()
+            if totals is None:
+                return None
+            losses = widened(totals.loss_terms).tolist()
+            seen = None if totals.observations is None else widened(totals.observations).tolist()
+            return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, engine.coverage(), seen)
+
+        shares = self.processes.gather_results(attempt)
+        known = {rank: share for rank, share in enumerate(shares) if share is not None}
+        if not known:
+            return None, {}
+        coverage = _coverage(known)
+        own = shares[self.processes.rank]
+        for share in known.values():
+            if own is None or not has_room(own.form, share.form):
+                data_pass.make_room(share.form)
+        self.processes.add_(data_pass.sums(), data_pass.is_symmetric)
+        first = next(iter(known.values()))
+        losses = torch.tensor([share.loss_terms for share in known.values()], dtype=wide_dtype()).sum(0)
+        problem = engine.problem
+        losses = losses.to(problem.device, torch.promote_types(problem.dtype, torch.float32))
+        n_data = as_count(sum(share.n_data for share in known.values()))
+        seen = [share.observations for share in known.values()]
+        observed = None if any(one is None for one in seen) else torch.tensor(seen, dtype=wide_dtype()).sum(0)
+        return BatchSummary(losses, n_data, first.n_outputs, observed), coverage

@@ -1,0 +1,1 @@
+"""Fits to much data: by several processes, within the memory that there is, and of a random subset."""
