@@ -31,7 +31,7 @@ LONG = (
     "tests/large_fits",
     "tests/house",
     "tests/other_device",
-    "tests/structures/test_dense_defaults",
+    "tests/contract/test_dense_defaults",
 )
 """What starts processes, compiles, or runs examples: first of all."""
 _MISSING = re.compile(r"could not import '([\w.]+)'")

@@ -46,8 +46,8 @@ from laplace.fitting.fit import FitOptions, check_override, fit
 from laplace.function_space.posteriors import BaseFunctionalLaplace, held_out_nll
 from laplace.gp.reading import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
+from laplace.large_structures.dual import JointPrecision, ProjectedScan
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.dual import JointPrecision, ProjectedScan
 from laplace.structures.precision import Precision
 
 

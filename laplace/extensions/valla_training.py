@@ -21,11 +21,11 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.gp.reading import jacobians, observed, uncounted
 from laplace.gp.subset import Pool, joined
 from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
+from laplace.large_structures.dual import Span
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.categorical import classes_of
 from laplace.likelihoods.targets import mean_of, variance_of
 from laplace.structures.base import DataPass, require_finite
-from laplace.structures.dual import Span
 from laplace.tuning.losses import find_score
 from laplace.weights.problem import Problem
 

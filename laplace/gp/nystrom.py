@@ -28,8 +28,8 @@ from laplace.gp.reading import ObservingPass, jacobians, uncounted
 from laplace.gp.subset import Pool, make_score
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.large_structures import subspace
+from laplace.large_structures.dual import ProjectedScan, SplitPrior, pulled
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.dual import ProjectedScan, SplitPrior, pulled
 from laplace.structures.precision import Form, Precision
 
 # Posterior precisions in the span of a few directions.

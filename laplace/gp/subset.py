@@ -26,9 +26,9 @@ from laplace.core.random_numbers import uniform
 from laplace.engines.engine import BatchSummary, CurvatureEngine, outputs
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError, UnsupportedError
 from laplace.gp.reading import HOLDS_INPUTS, POSITIONS, ObservingPass, observed, uncounted
-from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
+from laplace.jacobian.jacobian import Jacobian, each_output, kernel_at, require_rows
+from laplace.large_structures.dual import Dual, DualPrecision, JointPrecision, ProjectedScan, SplitPrior
 from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.dual import Dual, DualPrecision, JointPrecision, ProjectedScan, SplitPrior, each_output
 from laplace.structures.precision import Form, Precision
 
 SELECTIONS = ("random", "top", "leverage")

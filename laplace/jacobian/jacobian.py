@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.core import nested
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import InvalidArgument, StateError
+from laplace.errors import InvalidArgument, StateError, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, ProductBasis, RankOne, chunks, from_state, total
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import flat_product
@@ -269,6 +269,32 @@ def chosen(
             yield jacobian.select_outputs(outputs), f.gather(1, outputs)
     if choice is not None:
         choice.require_all(start)
+
+
+def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:
+    """The Jacobian of every output by itself, of Gaussian processes of their own."""
+    if jacobian.outputs is not None:
+        raise UnsupportedError(
+            "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for all "
+            "outputs, or use independent_outputs=False."
+        )
+    for c in range(jacobian.n_cotangents // jacobian.group_size):
+        yield jacobian.select_outputs(one_output(jacobian, c))
+
+
+def moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
+    """J v of a step v `[P]`, or of one per output, `[C, P]`, where every output has weights of its own: `[B, C]`."""
+    if step.ndim == 1:
+        return jacobian.apply(step.unsqueeze(0))[0]
+    pairs = zip(each_output(jacobian), step, strict=True)
+    return torch.cat([one.apply(own.unsqueeze(0))[0] for one, own in pairs], 1)
+
+
+def one_output(jacobian: Jacobian, c: int) -> Tensor:
+    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`; of groups that of all of their rows."""
+    device = jacobian.device
+    step = jacobian.n_cotangents // jacobian.group_size
+    return torch.arange(c, jacobian.n_cotangents, step, device=device).expand(jacobian.n_data, -1)
 
 
 def joined(parts: Sequence[tuple[Jacobian, Tensor]]) -> tuple[Jacobian, Tensor]:

@@ -33,6 +33,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.large_structures import subspace
+from laplace.large_structures.woodbury import CANCELLING, cancels
 from laplace.structures.base import (
     Curvature,
     DataPass,
@@ -50,7 +51,6 @@ from laplace.structures.precision import (
     require_positive,
     warn_if_rounded,
 )
-from laplace.structures.woodbury import CANCELLING, cancels
 
 # P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
 #

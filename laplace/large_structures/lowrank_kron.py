@@ -54,10 +54,10 @@ from laplace.large_structures.kronecker_eigenvectors import (
     corrected_columns_of,
     pair_bytes,
 )
+from laplace.large_structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.base import Curvature, DataPass, keeps_last, linked, require_finite, those_known
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
-from laplace.structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
 
 # The candidates of eigenvalue-corrected low rank: products of the vectors that are held of both sides of a tensor.
 #

@@ -23,7 +23,7 @@ from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import OutputChoice, OutputRows
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
-from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
+from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, moved_by, whole_groups
 from laplace.structures.precision import Form, Precision
 
 if TYPE_CHECKING:
@@ -252,8 +252,6 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
         for jacobian, f in pieces:
             mean = f.to(widest(f))
             if step is not None:
-                from laplace.structures.dual import moved_by  # after a refinement alone
-
                 mean = mean + moved_by(jacobian, step)
             yield jacobian, mean
 

@@ -24,10 +24,11 @@ from laplace.errors import InvalidData
 from laplace.fitting.checks import NO_DATA
 from laplace.fitting.fit import FitOptions, sum_data
 from laplace.gp.subset import Subset, SubsetPass
+from laplace.jacobian.jacobian import moved_by
+from laplace.large_structures.dual import Dual, pulled
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import Covariance, LinearModel, RefineOptions, Refiner, solved
-from laplace.structures.dual import Dual, moved_by, pulled
 from laplace.structures.fit import Fit
 
 # Gaussian processes at M data as a linear model in as many coordinates as the data span.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laplace.core.lazy import attach
 from laplace.core.registry import Registry
@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "laplace.structures.base": "AdditiveCurvature Curvature",
         "laplace.structures.block": "BlockCurvature",
-        "laplace.structures.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
+        "laplace.contract.dense_defaults": "CurvatureFromDense DenseDefaults PrecisionFromDense",
         "laplace.structures.diag": "DiagCurvature",
         "laplace.large_structures.ekfac": "EkfacCurvature",
         "laplace.structures.full": "FullCurvature",
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.extensions.matrix_free": "MatrixFreeCurvature",
         "laplace.structures.precision": "Precision",
     },
-    own="FAMILIES STRUCTURES",
+    own="FAMILIES FORMS STRUCTURES",
 )
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
@@ -37,6 +37,10 @@ STRUCTURES.refer("lowrank", "laplace.large_structures.low_rank:LowRankCurvature"
 STRUCTURES.refer("ekfac", "laplace.large_structures.ekfac:EkfacCurvature")
 STRUCTURES.refer("lowrank_kron", "laplace.large_structures.lowrank_kron:LowRankKronCurvature")
 STRUCTURES.refer("matrix_free", "laplace.extensions.matrix_free:MatrixFreeCurvature")
+
+FORMS: Registry[type[Any]] = Registry("form")
+"""Forms that a structure's curvature takes where that is less work; the posterior is the same."""
+FORMS.refer("rows", "laplace.large_structures.rows:RowCurvature")
 
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
 FAMILIES.refer("sod", "laplace.gp.subset:SubsetCurvature")

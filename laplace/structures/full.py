@@ -4,8 +4,8 @@ Not a block of one group: the evidence at a scalar prior needs eigenvalues alone
 predictions its inverse. Together they take half the time of the eigenvectors that blocks keep, and a fifth less memory.
 
 H = Aᵀ A of R rows A: weighted Jacobians, one row for every datum and column of a root of its output Hessian. Where R is
-smaller than P the same posterior is factored between the rows, exactly (`dual.py`), and H is formed when it is asked
-for.
+smaller than P the same posterior is factored between the rows, exactly (`large_structures/rows.py`), and H is formed
+when it is asked for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.log_det import log_det_relative
-from laplace.core.memory import available, in_units
-from laplace.core.nested import is_finite
 from laplace.core.pieces import bytes_at_once
-from laplace.core.precision_policy import root_dtype, wide_dtype, widened
+from laplace.core.precision_policy import root_dtype, widened
 from laplace.engines.cost import DOUBLE, Cost
-from laplace.engines.sinks import FullSink, KeptRows, RowSink
-from laplace.errors import CurvatureError, OutOfMemory
+from laplace.engines.sinks import FullSink
+from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
 from laplace.jacobian.full_sum import BlockPairs, MatrixSum, PairedMatrix, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures import FORMS
 from laplace.structures.base import (
     AdditiveCurvature,
     Curvature,
@@ -43,9 +41,7 @@ from laplace.structures.base import (
     keeps_last,
     nonnegative,
     other_structure,
-    require_finite,
 )
-from laplace.structures.dual import JointPrecision, ProjectedScan, WeightedRows
 from laplace.structures.precision import (
     Form,
     Precision,
@@ -54,7 +50,6 @@ from laplace.structures.precision import (
     mean_weight,
     require_positive,
 )
-from laplace.structures.woodbury import left_of
 
 if TYPE_CHECKING:
     from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -130,6 +125,25 @@ class MatrixCost:
         return cls(running, running + matrix + strips, pieces)
 
 
+# Of few data the rows A of H = Aᵀ A are kept as factors in its place.
+
+
+_WORTHWHILE = 2**31
+"""Multiplications with the matrix, of about 1,000 weights, from which the rows are kept: with fewer it takes no time.
+"""
+
+
+def is_less_work(n_params: int, n_rows: int) -> bool:
+    """True if a posterior over P weights takes fewer multiplications between the R rows of its data."""
+    matrix = _multiplications(n_params, n_rows)
+    return matrix >= _WORTHWHILE and _multiplications(n_rows, n_params) < matrix
+
+
+def _multiplications(size: int, others: int) -> int:
+    """Those of products `[n, n]` over all of the others, of half the entries, their eigenvalues and a factor."""
+    return size**2 * (others // 2 + 2 * size)
+
+
 @dataclass(frozen=True)
 class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix; of few data it begins as a `RowCurvature`."""
@@ -160,7 +174,7 @@ class FullCurvature(AdditiveCurvature):
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
         sums = MatrixSum(engine.problem.layout.n_params)
         few = cls is FullCurvature and is_less_work(sums.size, 1)
-        return (RowCurvature(sums) if few else cls(sums)).with_batch(engine, x, y)
+        return (FORMS["rows"](sums) if few else cls(sums)).with_batch(engine, x, y)
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
         """The batch is added to the sum in place, so that no second one is held."""
@@ -170,7 +184,8 @@ class FullCurvature(AdditiveCurvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         n_rows = (profile.n_batches or 0) * profile.n_data * profile.n_columns
-        rows = RowCurvature.cost_of(profile, n_rows) if n_rows and is_less_work(profile.n_params, n_rows) else None
+        few = n_rows and is_less_work(profile.n_params, n_rows)
+        rows = FORMS["rows"].cost_of(profile, n_rows) if few else None
         return cls.matrix_cost(profile) if rows is None else rows
 
     @classmethod
@@ -420,221 +435,3 @@ class FullPrecision(Precision):
     @keeps_last
     def _paired(self, key: tuple[BlockPairs, bool]) -> PairedMatrix:
         return PairedMatrix(key[0], linalg.times_transpose(self.root))
-
-
-# The same of few data: H = Aᵀ A by the rows A, which are kept as factors.
-
-
-_WORTHWHILE = 2**31
-"""Multiplications with the matrix, of about 1,000 weights, from which the rows are kept: with fewer it takes no time.
-"""
-
-_MATRICES = 6
-"""Matrices `[P, P]` in float64 that a factorisation passes through."""
-
-
-def is_less_work(n_params: int, n_rows: int) -> bool:
-    """True if a posterior over P weights takes fewer multiplications between the R rows of its data."""
-    matrix = _multiplications(n_params, n_rows)
-    return matrix >= _WORTHWHILE and _multiplications(n_rows, n_params) < matrix
-
-
-def _multiplications(size: int, others: int) -> int:
-    """Those of products `[n, n]` over all of the others, of half the entries, their eigenvalues and a factor."""
-    return size**2 * (others // 2 + 2 * size)
-
-
-@dataclass(frozen=True)
-class RowCurvature(FullCurvature):
-    """The unit curvature by its rows; `sums` is empty."""
-
-    parts: tuple[KeptRows, ...] = ()  # The rows of every batch
-    n_rows: int = 0  # R
-    n_bytes: int = 0  # Bytes of the rows
-    terms: int = 1  # E
-
-    @property
-    def n_terms(self) -> int:
-        return self.terms
-
-    @property
-    def note(self) -> str:
-        return (
-            f"factored over {self.n_rows:,} rows of the data, fewer than the {self.sums.size:,} weights; holds the "
-            "inputs of the layers there, which states do not"
-        )
-
-    # Sums over data, which become a matrix as soon as that is less work.
-
-    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        sink = RowSink(len(engine.problem.slots), self.sums)
-        summary = engine.accumulate(x, y, sink)
-        require_finite(is_finite(sink.kept))
-        return summary, replace(self, terms=sink.n_terms)._with_rows(sink.kept)
-
-    def _with_rows(self, parts: Sequence[KeptRows]) -> FullCurvature:
-        """The curvature with more rows: a matrix once it has others than rows, or these take more work or memory."""
-        n_rows = self.n_rows + sum(part.count for part in parts)
-        n_bytes = self.n_bytes + sum(part.n_bytes for part in parts)
-        grown = replace(self, parts=(*self.parts, *parts), n_rows=n_rows, n_bytes=n_bytes)
-        return grown if grown._is_less_work else grown.summed()
-
-    @property
-    def _is_less_work(self) -> bool:
-        size = self.sums.size
-        is_small = self.n_bytes < self.terms * DOUBLE * size**2
-        return self.sums.is_empty and is_small and is_less_work(size, self.n_rows)
-
-    def summed(self) -> FullCurvature:
-        """The matrix, by the sums that would have been formed at once."""
-        sums = self.sums if not self.sums.is_empty else MatrixSum(self.sums.size)
-        for part in self.parts:
-            part.add_to(sums, self.terms)
-        return FullCurvature(sums)
-
-    @cached_property
-    def values(self) -> Tensor:
-        self.require_memory(2)
-        with torch.no_grad(), kept_for_later():
-            return self.summed().values
-
-    def require_memory(self, n_matrices: int) -> None:
-        """Refuses matrices of all weights for which there is no memory."""
-        size = self.sums.size
-        needed, there = n_matrices * self.terms * DOUBLE * size**2, available(self.parts[0].device)
-        if there is not None and there.size < needed:
-            raise OutOfMemory(
-                f"this takes {n_matrices} matrices of {size:,} × {size:,} weights, {in_units(needed)}, and "
-                f"{in_units(there.size)} are available ({there.source}): the posterior is held by {self.n_rows:,} rows "
-                "of its data. Predictions, samples, the evidence and la.functional_variance take no such matrix."
-            )
-
-    def kept(self, *, additive: bool = False) -> FullCurvature:
-        return self.summed() if additive else self
-
-    def is_finite(self) -> Tensor | bool:
-        return True  # every batch was looked at
-
-    def __add__(self, other: Curvature) -> FullCurvature:
-        if isinstance(other, RowCurvature) and other.terms == self.terms:
-            return self._with_rows(other.parts)
-        return super().__add__(other)
-
-    # The posterior.
-
-    @cached_property
-    def rows(self) -> WeightedRows:
-        """The rows, weighted."""
-        with torch.no_grad(), kept_for_later():
-            return WeightedRows.from_jacobians([(part.jacobian(), part.first) for part in self.parts], self.terms)
-
-    @cached_property
-    def head(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Features Φ = Tᵀ Qᵀ of a head, as Q `[D, n]` and T `[n, N]`, and roots of Λ `[N, K, C]`, float64.
-
-        None of other weights. Q is orthonormal: coordinates in it keep the digits that kernels between data which
-        repeat lose.
-        """
-        hessians = [part.hessian for part in self.parts if part.hessian is not None]
-        if len(hessians) < len(self.parts):
-            return None
-        with torch.no_grad(), kept_for_later():
-            features = torch.cat([widened(Jacobian(part.blocks).head_features()) for part in self.parts])
-            basis, triangle = torch.linalg.qr(features.T)
-            return basis, triangle, torch.cat([hessian.wide().root().permute(1, 0, 2) for hessian in hessians])
-
-    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> RowPrecision:
-        return RowPrecision((self.rows,), weights, prior, weights.dtype, self)
-
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> ProjectedScan:
-        one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
-        weight, basis = (weights[0], self.rows.unit) if self.terms == 1 else (one, self.rows.basis(weights, None))
-        return ProjectedScan(lambda *asked: (basis.split(*asked),), weight, 1.0, weights.dtype)
-
-    # What is saved is the matrix: the rows are what layers see of the data, and stay in memory.
-
-    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> RowCurvature:
-        parts = tuple(part.moved(device, dtype if dtype == wide_dtype() else None) for part in self.parts)
-        return replace(self, parts=parts, n_bytes=sum(part.n_bytes for part in parts))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FullCurvature.from_state, (self.state(),)
-
-    def __deepcopy__(self, memo: object) -> RowCurvature:
-        return self  # nothing of it changes
-
-    @classmethod
-    def cost_of(cls, profile: BatchProfile, n_rows: int) -> Cost | None:
-        """That of so many rows; None where they take more memory than the matrix."""
-        n_data = (profile.n_batches or 0) * profile.n_data
-        kept = sum(min(n_rows * t.size, _factors(t, n_data, n_rows)) for t in profile.tensors) * profile.itemsize
-        if kept >= profile.n_terms * DOUBLE * profile.n_params**2:
-            return None
-        n_params, square = profile.n_params, DOUBLE * n_rows**2
-        return Cost(
-            fitted=kept, running=kept, adding=kept, posterior=2 * kept + 5 * square,
-            projecting=4 * bytes_at_once(CHUNK_BYTES, profile.device),
-            note=f"factored over {n_rows:,} rows of the data, fewer than the {n_params:,} weights",
-        )  # fmt: skip
-
-
-def _factors(tensor: TensorShape, n_data: int, n_rows: int) -> int:
-    """Numbers of the factors of the rows of one tensor."""
-    inputs = 0 if tensor.is_bias else n_data * tensor.positions * tensor.groups * tensor.n_inputs
-    outputs = n_data if tensor.is_head else n_rows * tensor.positions * tensor.groups
-    return inputs + outputs * tensor.n_outputs if tensor.factored else n_rows * tensor.size
-
-
-@dataclass(frozen=True, eq=False)
-class RowPrecision(JointPrecision):
-    """P = Σ_e w_e H_e + diag(δ), factored between the rows of H; its matrices are made when they are asked for."""
-
-    curvature: RowCurvature  # H
-
-    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        head = self.curvature.head if jacobian.is_head and self.prior.is_constant_per_tensor else None
-        if form != "diagonal" or head is None:
-            return super().variance(jacobian, form)
-        features, basis = widened(jacobian.head_features()), head[0]
-        step = max(1, bytes_at_once(CHUNK_BYTES, basis.device) // (DOUBLE * basis.shape[1]))
-        variances = torch.cat([self._of_head(rows, basis) for rows in features.split(step)])
-        return variances.to(jacobian.summed_in(self.dtype))
-
-    def _of_head(self, features: Tensor, basis: Tensor) -> Tensor:
-        """φ D⁻¹ φᵀ − z N_c zᵀ of features φ `[B, D]` with z = φ D⁻¹ Q, for every output c, `[B, C]`."""
-        within = (features * self._head_variances) @ basis
-        known = torch.stack([((within @ one) * within).sum(1) for one in self._known], 1)
-        return left_of((features.square() @ self._head_variances).unsqueeze(1).expand_as(known), known)
-
-    @property
-    def _head_variances(self) -> Tensor:
-        """Prior variances of the weights of every feature, `[D]`: those of one output are none of another's."""
-        blocks = zip(self.curvature.parts[0].blocks, self.scales, strict=True)
-        return torch.cat([scale.expand(block.size // block.n_cotangents) for block, scale in blocks])
-
-    @cached_property
-    def _known(self) -> tuple[Tensor, ...]:
-        """N_c = T S_c (I + G)⁻¹ S_cᵀ Tᵀ of every output of a head, `[n, n]`, by a root of it."""
-        if self.curvature.head is None:
-            return ()
-        _, triangle, roots = self.curvature.head
-        rows = self.duals[0].lift(roots.flatten(0, 1), self.weights).view_as(roots)
-        within = (torch.einsum("nk,in->nki", one, triangle).flatten(0, 1) for one in rows.unbind(2))
-        halves = (torch.linalg.solve_triangular(self.roots[0], one, upper=False) for one in within)
-        return tuple(row_gram(half.T) for half in halves)
-
-    @cached_property
-    def _matrix(self) -> FullPrecision:
-        self.curvature.require_memory(_MATRICES)
-        return FullPrecision(FullCurvature.from_matrix(self.curvature.values), self.weights, self.prior)
-
-    def to_dense(self) -> Tensor:
-        return self._matrix.to_dense()
-
-    @property
-    def scale(self) -> Tensor:
-        return self._matrix.scale
-
-    @property
-    def covariance(self) -> Tensor:
-        return self._matrix.covariance

@@ -16,7 +16,7 @@ from laplace.jacobian import blocks, jacobian, outer
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import OuterBlock
-from laplace.structures import dual
+from laplace.large_structures import dual
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence, gaussian_process

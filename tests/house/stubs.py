@@ -25,9 +25,12 @@ from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWei
 PACKAGE = Path(grid.__file__).parent
 FURTHER = {
     "structures": """
+from typing import Any
+
 from laplace.core.registry import Registry
 
 FAMILIES: Registry[type[Curvature]]
+FORMS: Registry[type[Any]]
 STRUCTURES: Registry[type[Curvature]]
 """,
     "weights": """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import FullLaplace, ParametricLaplace
+from laplace.contract import dense_defaults as module
 from laplace.errors import CurvatureError, SlowWarning, UnsupportedError
 from laplace.structures import STRUCTURES, Curvature, CurvatureFromDense, DenseDefaults, PrecisionFromDense
-from laplace.structures import dense_defaults as module
 from laplace.structures.base import DataPass
 from tests import grid
 from tests.reference.compare import assert_close

@@ -16,7 +16,7 @@ duplicates and dependent outputs drop out as zero eigenvalues.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -30,11 +30,11 @@ from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import CurvatureError, UnsupportedError
+from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, total
-from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal
+from laplace.jacobian.jacobian import Jacobian, Scales, kernel, kernel_at, kernel_diagonal, one_output
+from laplace.large_structures.woodbury import covariance_left, left_of, shrinkage, shrinkage_slope, whitened_power
 from laplace.structures.precision import Form, Precision, VariancesOverPriors
-from laplace.structures.woodbury import covariance_left, left_of, shrinkage, shrinkage_slope, whitened_power
 
 # Rows of data, and what their kernels say.
 
@@ -343,32 +343,6 @@ class ProjectedScan(VariancesOverPriors):
             return super().centred_variances(jacobian)
         at = self.variances(jacobian, diagonal=True)
         return lambda deltas: centred_variance_of_independent(at(deltas))
-
-
-def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:
-    """The Jacobian of every output by itself, of Gaussian processes of their own."""
-    if jacobian.outputs is not None:
-        raise UnsupportedError(
-            "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for all "
-            "outputs, or use independent_outputs=False."
-        )
-    for c in range(jacobian.n_cotangents // jacobian.group_size):
-        yield jacobian.select_outputs(one_output(jacobian, c))
-
-
-def moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
-    """J v of a step v `[P]`, or of one per output, `[C, P]`, where every output has weights of its own: `[B, C]`."""
-    if step.ndim == 1:
-        return jacobian.apply(step.unsqueeze(0))[0]
-    pairs = zip(each_output(jacobian), step, strict=True)
-    return torch.cat([one.apply(own.unsqueeze(0))[0] for one, own in pairs], 1)
-
-
-def one_output(jacobian: Jacobian, c: int) -> Tensor:
-    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`; of groups that of all of their rows."""
-    device = jacobian.device
-    step = jacobian.n_cotangents // jacobian.group_size
-    return torch.arange(c, jacobian.n_cotangents, step, device=device).expand(jacobian.n_data, -1)
 
 
 def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.structures import woodbury
+from laplace.large_structures import woodbury
 from laplace.structures.precision import Form
 from tests.reference.compare import assert_close
 
