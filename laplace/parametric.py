@@ -36,7 +36,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.network.watch import Fingerprint
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.posterior import Cache, Choices, Posterior, Refinement, checked_backend
+from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.saving import Saved
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from laplace.large_fits.planning import FitPlan
     from laplace.predictive.predict import Predictor
     from laplace.refinement.leave_one_out import LeaveOneOut
+    from laplace.refinement.result import Refinement
     from laplace.tuning.group import PosteriorGroup
 
 

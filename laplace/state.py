@@ -18,7 +18,8 @@ from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarni
 from laplace.network.model_guard import model_lock
 from laplace.network.watch import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.posterior import REFINEMENTS, Fitted, Posterior, Refinement
+from laplace.posterior.posterior import Fitted, Posterior
+from laplace.refinement.result import REFINEMENTS, Refinement
 from laplace.structures.base import Curvature, SignedOptions, move
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit
@@ -122,7 +123,8 @@ def save(la: BaseLaplace) -> dict[str, Any]:
 
 def _assigned(posterior: Posterior) -> dict[str, Tensor]:
     """The mean and the root of the covariance that a user assigned."""
-    values = {"assigned_mean": posterior.require_fitted().assigned_mean, "posterior_scale": posterior.root}
+    root = None if posterior.root is None else posterior.root.root
+    values = {"assigned_mean": posterior.require_fitted().assigned_mean, "posterior_scale": root}
     return {name: value.clone() for name, value in values.items() if value is not None}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.contract.by_hand import form_of, known_form
+from laplace.contract.fixed_root import FixedRootPrecision
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
@@ -105,7 +106,7 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
     values = checked_tensor("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
     if values.ndim == 1 and bool((values < 0).any()):
         raise InvalidArgument("posterior_scale holds negative standard deviations; they must be at least 0.")
-    return replace(posterior.without_calibration("assigning posterior_scale"), root=values)
+    return replace(posterior.without_calibration("assigning posterior_scale"), root=FixedRootPrecision(values))
 
 
 def checked_H(posterior: Posterior, H: Any) -> Any:

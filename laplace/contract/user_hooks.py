@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace.contract.by_hand import TensorByHand, known_form
+from laplace.contract.fixed_root import FixedRootPrecision
 from laplace.contract.manual_fit import H_of, checked_H, with_parts, without_data
 from laplace.core import linalg
 from laplace.core.batch import Inputs
@@ -48,7 +49,6 @@ from laplace.posterior.posterior import Posterior, Sampler
 from laplace.structures.base import Curvature, DataPass
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit
-from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import Form, Precision
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from laplace.likelihoods.base import Observed
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, reading, same_random_state
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.posterior import Posterior, Refinement
+from laplace.posterior.posterior import Posterior
+from laplace.refinement.result import Refinement
 from laplace.structures.fit import Fit
 
 

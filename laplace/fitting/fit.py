@@ -38,6 +38,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine, Listening, det
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, OutOfMemory, UnsupportedError
 from laplace.fitting import FITS, checks
 from laplace.likelihoods.checks import require_logits, warn_of_sigmoid
+from laplace.likelihoods.own_losses import LossCheck
 from laplace.network import next_token
 from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context, noticing_swap
@@ -469,7 +470,7 @@ def sum_data(
     """Reads the data as often as the structure needs, and sums their curvature and loss."""
     structure = choices.structure
     structure.check(engine.problem.layout, choices.structure_options)
-    loss = checks.LossCheck.from_engine(engine)
+    loss = LossCheck.for_likelihood(engine.likelihood, "ef" if engine.options.stochastic else engine.kind)
     check = None
     if options.check_memory:
         check = FITS["memory"](engine.problem, structure, choices.structure_options, known_length(loader))

@@ -6,7 +6,6 @@ hyper-parameters, what was assigned or calibrated beside them, and a `Cache` of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from laplace import curvature
 from laplace.core import batch as batches
-from laplace.core import nested
 from laplace.core.arguments import as_tensor, check_length, finite, on_host, positive
 from laplace.core.batch import ForwardFn
 from laplace.core.cached import Kept, version
@@ -36,16 +34,17 @@ from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
 from laplace.structures.base import Curvature, DataPass, Precision, SignedOptions
 from laplace.structures.fit import Fit
-from laplace.structures.fixed_root import FixedRootPrecision
 from laplace.structures.precision import drawn
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
+    from laplace.contract.fixed_root import FixedRootPrecision
     from laplace.contract.manual_fit import ManualFit
     from laplace.curvature import CurvatureInterface
     from laplace.engines.engine import CurvatureEngine
     from laplace.predictive.options import PredictiveNames
+    from laplace.refinement.result import Refinement
 
 # How a posterior is made.
 
@@ -214,77 +213,6 @@ def _of_matching_length(name: str, value: Tensor, weights: Weights) -> Tensor:
 # What the data say.
 
 
-REFINEMENTS = frozenset({"map", "variational", "forget"})
-"""What moved a mean."""
-
-
-@dataclass(frozen=True, eq=False)
-class Refinement:
-    """A refined posterior N(θ̂, (s H + δ)⁻¹) of the linearised network, and how it was found.
-
-    Attributes:
-        method: `"map"` or `"variational"`; `"forget"` of a mean that was moved as data were removed.
-        mean: θ̂, `[P]`; where every output is a Gaussian process of its own, the weights of each, `[C, P]`.
-        fit: H and the loss, both at f_lin(x, θ̂); of a variational Gaussian H is in expectation over it.
-        steps: Newton steps for the mode, updates of the covariance for a variational Gaussian.
-        converged: Whether the tolerance was reached.
-        distance: About how far the minimum is, in posterior standard deviations (`"map"`); the last change of the
-            bound relative to its size (`"variational"`).
-        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order:
-            of every step that was taken.
-        standard_error: Of the last bound, in nats, where expectations are over random points; else 0.
-    """
-
-    method: str
-    mean: Tensor
-    fit: Fit
-    steps: int
-    converged: bool
-    distance: float
-    values: tuple[float, ...]
-    standard_error: float = 0.0
-
-    @property
-    def elbo(self) -> float | None:
-        """The evidence lower bound of the linearised model, in nats, at the end; None for a mode."""
-        return self.values[-1] if self.method == "variational" and self.values else None
-
-    def __repr__(self) -> str:
-        end = "converged" if self.converged else "NOT converged"
-        error = f" ± {self.standard_error:.2g}" if self.standard_error else ""
-        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}{error}"
-        return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
-
-    @property
-    def is_finite(self) -> bool:
-        """True if mean, loss and distance are."""
-        return bool(nested.is_finite([self.mean, self.fit.loss_terms])) and math.isfinite(self.distance)
-
-    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
-        """The same elsewhere."""
-        return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=self.fit.moved(device, dtype))
-
-    def state(self) -> dict[str, Any]:
-        """Tensors, numbers and strings, from which it is made again with the unrefined fit."""
-        return {
-            "method": self.method,
-            "mean": self.mean.clone(),
-            "H": self.fit.curvature.state(),
-            "loss": self.fit.loss_terms.clone(),
-            "steps": self.steps,
-            "converged": self.converged,
-            "distance": self.distance,
-            "values": list(self.values),
-            **({"standard_error": self.standard_error} if self.standard_error else {}),
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], fit: Fit, curvature: Curvature, device: torch.device) -> Refinement:
-        """The refinement of a state, on a device, with the data's number and coverage of the unrefined fit."""
-        refined = replace(fit, curvature=curvature, loss_terms=state["loss"].to(device))
-        return nested.from_state(cls, state | {"mean": state["mean"].to(device), "fit": refined})
-
-
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """Curvature and loss of data at the weights that a network had at the fit."""
@@ -397,8 +325,8 @@ class Posterior:
     weights: Weights
     hypers: Hyperparameters
     data: Fitted | None = None  # What the data say; None before a fit
-    # L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None
-    root: Tensor | None = None
+    # P by a root of P⁻¹ as a user assigned it, for these hyper-parameters and data; else None
+    root: FixedRootPrecision | None = None
     # What held-out data chose for predictions; the hyper-parameters are those without it
     calibration: Calibration | None = None
     # Of the posterior that a calibration makes for predictions: the calibration, which it applies; else None
@@ -507,7 +435,7 @@ class Posterior:
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Posterior:
         """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
-        root = None if self.root is None else self.root.to(device=device, dtype=dtype)
+        root = None if self.root is None else self.root.moved(device, dtype)
         choices = self.choices.with_loss_of(self.cache.backend)
         calibration = None if self.calibration is None else self.calibration.moved(device, dtype)
         return replace(
@@ -659,7 +587,7 @@ class Posterior:
         Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept.
         """
         if self.root is not None:
-            return FixedRootPrecision(self.root)
+            return self.root
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
             return self.evidence.precision
         if torch.is_grad_enabled() and self.hypers.requires_grad:

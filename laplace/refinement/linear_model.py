@@ -22,7 +22,8 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.large_structures.krylov import solve
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.posterior.posterior import Posterior, Refinement
+from laplace.posterior.posterior import Posterior
+from laplace.refinement.result import Refinement
 from laplace.structures.fit import Fit
 
 if TYPE_CHECKING:

@@ -29,9 +29,10 @@ from laplace.core.precision_policy import widened
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.gp.subset import SubsetCurvature
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.posterior.posterior import Posterior, Refinement
+from laplace.posterior.posterior import Posterior
 from laplace.refinement.linear_model import LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
 from laplace.refinement.process import ProcessRefiner
+from laplace.refinement.result import Refinement
 from laplace.refinement.weight_space import WeightRefiner
 from laplace.structures.block import BlockCurvature
 from laplace.structures.diag import DiagCurvature

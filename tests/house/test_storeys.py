@@ -113,6 +113,7 @@ OTHERWISE = {
     "predictive/latent.py": "conformance/test_predictions.py",
     "predictive/predict.py": "conformance/test_predictions.py",
     "recipe.py": "test_saving.py",
+    "refinement/result.py": "refinement/test_refine.py",
 }
 """Modules without tests under their name: tables of names, and what the tests of a whole, named here, go through."""
 

@@ -19,6 +19,10 @@ class FixedRootPrecision(Precision):
 
     root: Tensor  # L with L Lᵀ = P⁻¹, `[P, P]`, or standard deviations `[P]`
 
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> FixedRootPrecision:
+        """The same elsewhere."""
+        return FixedRootPrecision(self.root.to(device=device, dtype=dtype))
+
     @property
     def _is_diagonal(self) -> bool:
         return self.root.ndim == 1
