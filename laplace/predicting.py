@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core import overrides
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
@@ -194,7 +195,7 @@ class Predicting(ABC):
             InvalidData: A batch of a loader has no inputs.
             ModelChangedError: The network was trained further after `fit`; also raised when a quantity is read.
         """
-        from laplace.predictive.predict import is_loader, predicted_batches
+        from laplace.predictive.predict import predicted_batches
 
         options = PredictOptions(
             pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size
@@ -202,7 +203,7 @@ class Predicting(ABC):
         for asking, bridge in _BRIDGES.items():
             if asking in sys.modules:
                 import_module(bridge)
-        if is_loader(x):
+        if batches.is_loader(x):
             return predicted_batches(self.predict_batch, x, options, model_kwargs, progress_bar=progress_bar)
         return self.predict_batch(x, options, model_kwargs)
 

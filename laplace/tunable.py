@@ -451,7 +451,7 @@ def _powers(base: float, low: float, high: float, n: int, like: Tensor) -> Tenso
 
 def _warn_of_noise(posteriors: PosteriorGroup) -> None:
     """Warns where the noise that a search keeps is still 1, and far from the residuals."""
-    from laplace.predictive.predict import warn_of_default_noise
+    from laplace.posterior.noise import warn_of_default_noise
 
     for posterior in posteriors.posteriors:
         warn_of_default_noise(posterior)

@@ -22,6 +22,7 @@ from torch import Tensor
 from laplace.contract.by_hand import TensorByHand, known_form
 from laplace.contract.fixed_root import FixedRootPrecision
 from laplace.contract.manual_fit import H_of, checked_H, with_parts, without_data
+from laplace.contract.users_predictions import users_outputs, users_samples
 from laplace.core import linalg
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import centred_variance, covariance_root
@@ -32,6 +33,7 @@ from laplace.core.overrides import (
     HYPERPARAMETERS,
     MOMENTS,
     POSTERIOR,
+    PREDICTIONS,
     is_overridden,
     overridden,
     require_positive,
@@ -42,10 +44,13 @@ from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import seeded
 from laplace.curvature.user_backend import summarised, users_call
 from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.enums import PredType
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.jacobian.jacobian import Jacobian
-from laplace.posterior.posterior import Posterior, Sampler
+from laplace.posterior.posterior import Posterior, WeightSampler
+from laplace.predictive.options import PredictOptions
+from laplace.predictive.prediction import OutputSampler, PosteriorOutputs
 from laplace.structures.base import Curvature, DataPass
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.fit import Fit
@@ -130,10 +135,20 @@ class UsersPosterior(Posterior):
     def keeps_graph(self) -> bool:
         return torch.is_grad_enabled() and (self.overrides(*MOMENTS, *COVARIANCES) or self.follows_hyperparameters)
 
+    def users_samples(
+        self, name: str, x: Inputs, kind: PredType, asked: PredictOptions, model_kwargs: dict[str, Any]
+    ) -> OutputSampler:
+        return users_samples(self, name, x, kind, asked, model_kwargs)
+
+    def with_users_outputs(
+        self, outputs: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
+        return users_outputs(self, outputs, x, kind, model_kwargs) if self.overrides(*PREDICTIONS) else outputs
+
     def users_pass(self, engine: CurvatureEngine, n_data: int) -> DataPass:
         return HookedPass(self, engine, n_data)
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> WeightSampler:
         return self._users_samples if "sample" in self.users else super().sampler()
 
     def _users_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:

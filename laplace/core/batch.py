@@ -523,6 +523,30 @@ def from_plain(state: Any) -> Inputs:
     return tuple(state) if isinstance(state, list) else state
 
 
+def is_loader(x: Any) -> bool:
+    """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
+    if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or keys(x) is not None:
+        return False
+    if are_graphs(x) or callable(getattr(x, "to", None)):
+        return False  # what is moved to a device is an input
+    return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real | str))
+
+
+_AT_ONCE = 500
+"""Inputs of a tensor that are predicted at once."""
+
+
+def in_parts(x: Any, name: str, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
+    """The inputs of a loader, or of a tensor, tuple or mapping, a few hundred at a time."""
+    if x is None or isinstance(x, Number):
+        raise InvalidType(f"{name}={x!r}; give a tensor, tuple or mapping of inputs, or a loader of ")
+    for part in (inputs(batch) for batch in x) if is_loader(x) else (x,):
+        count = size(part, "")
+        step = at_once if can_split(part, count) else max(1, count)
+        for start in range(0, count, step):
+            yield part if count <= step else select(part, slice(start, start + step), count)
+
+
 def require_loader(loader: Any, name: str) -> None:
     """Refuses what cannot be iterated over, and single tensors, whose first dimension would count as batches."""
     indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well

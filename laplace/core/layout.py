@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -69,3 +69,18 @@ def flatten(tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
     """Concatenates tensors, row-major, into one vector `[P]`."""
     values = tensors.values() if isinstance(tensors, Mapping) else tensors
     return torch.cat([tensor.reshape(-1) for tensor in values])
+
+
+def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
+    """Tensors that are linked by keys that they have in common, directly or by way of others."""
+    groups = list(range(len(keys)))  # the group of every tensor
+    first: dict[str, int] = {}  # the first tensor that has a key
+    for i, own in enumerate(keys):
+        for key in own:
+            theirs, mine = groups[first.setdefault(key, i)], groups[i]
+            if theirs != mine:
+                groups = [theirs if group == mine else group for group in groups]
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    return tuple(sorted(tuple(each) for each in members.values()))

@@ -80,3 +80,8 @@ def root_dtype(
 def exponent_share(dtype: torch.dtype) -> float:
     """Share of float64's exponents that a type has: 1, and an eighth of float32; x ** share is in its range."""
     return math.log(torch.finfo(dtype).max) / math.log(sys.float_info.max)
+
+
+def at_least_single(f: Tensor) -> torch.dtype:
+    """At least float32, for numbers of a lower precision."""
+    return torch.promote_types(f.dtype, torch.float32)

@@ -37,6 +37,28 @@ def check_generator(generator: torch.Generator | None) -> None:
         raise InvalidType(f"generator must be a torch.Generator; {type(generator).__name__} was given.")
 
 
+def replayed(generator: torch.Generator | None, device: torch.device) -> Callable[[], torch.Generator]:
+    """Generators that all start where the given one is now, or, without one, where the global seed leads at first."""
+    if generator is not None:
+        state = generator.get_state()
+        torch.randint(2, (1,), generator=generator, device=generator.device)  # the next prediction draws others
+
+        def same() -> torch.Generator:
+            copy = torch.Generator(device=generator.device)
+            copy.set_state(state)
+            return copy
+
+        return same
+    seeds: list[int] = []
+
+    def seeded() -> torch.Generator:
+        if not seeds:
+            seeds.append(drawn_seed())
+        return torch.Generator(device=device).manual_seed(seeds[0])
+
+    return seeded
+
+
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent N(0, 1) numbers of a shape, on the device and in the dtype of `like`.
 

@@ -10,8 +10,10 @@ import torch
 
 from laplace.core.layout import Layout
 from laplace.core.pieces import bytes_at_once
+from laplace.engines.cost import DOUBLE
 from laplace.engines.kron_parts import ThinFactor
 from laplace.jacobian.blocks import CHUNK_BYTES, TensorShape
+from laplace.jacobian.full_sum import MatrixSum
 
 _FEW = 2**20
 """Multiplications for a sample that take less time than the calls that they are made in."""
@@ -161,3 +163,28 @@ class BatchProfile:
             return None
         layout = Layout(tuple(self.layout.names[i] for i in heads), tuple(self.layout.sizes[i] for i in heads))
         return replace(self, layout=layout, tensors=tuple(self.tensors[i] for i in heads), graph=0, gradients=0)
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    """Bytes of a sum of outer products of some tensors, `[E, p, p]`."""
+
+    running: int  # Bytes of the sum while batches are read
+    completing: int  # Bytes of the sum and the matrices that are made of it
+    pieces: int  # Bytes of what is multiplied out and dropped
+
+    @classmethod
+    def from_profile(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
+        """That of tensors of these shapes."""
+        size = sum(shape.size for shape in shapes)
+        matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
+        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms, profile.device)
+        if pairs is None:
+            pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
+            return cls(matrix, matrix, pieces)
+        rows = profile.n_data
+        if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
+            rows *= max(shape.positions for shape in shapes)
+        running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
+        pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
+        return cls(running, running + matrix + strips, pieces)

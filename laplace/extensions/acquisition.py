@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core import eigen
 from laplace.core.arguments import check_counts, checked
+from laplace.core.batch import in_parts
 from laplace.core.checks import are_finite, require, where_not_finite
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
@@ -31,7 +32,6 @@ from laplace.extensions.asked import Asked, posterior_of
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import jacobians
-from laplace.predictive.predict import in_parts
 
 AcquisitionScore = Literal["bald", "epig"]
 

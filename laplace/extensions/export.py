@@ -13,13 +13,12 @@ from laplace.core import batch as batches
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
-from laplace.core.random_numbers import standard_normal
+from laplace.core.random_numbers import replayed, standard_normal
 from laplace.errors import InvalidData, InvalidInputs, LaplaceError, UnsupportedError
 from laplace.extensions.asked import posterior_of
 from laplace.extensions.graphs import AnySize, traced
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.parametric import ParametricLaplace
-from laplace.predictive.predict import replayed
 
 Predict = Callable[..., Any]
 """A prediction at inputs, by keywords with a generator or without: a tensor, or mean and variance."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import Recent, cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.nested import entries, from_state, is_finite, require_sizes
@@ -33,7 +33,7 @@ from laplace.large_structures.krylov import SolveReport, Tally, TraceLog, signs
 from laplace.large_structures.low_rank import LowRankPrecision, Subspace
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.parametric import NamedPosterior
-from laplace.structures.base import Curvature, DataPass, Recent, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
 from laplace.structures.precision import Form, Precision, VariancesOverPriors

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.arguments import check_counts, checked
-from laplace.core.batch import Inputs
+from laplace.core.batch import Inputs, in_parts
 from laplace.core.checks import named
 from laplace.core.gaussian import GaussianOutputs, covariance_root
 from laplace.core.overrides import PREDICTIONS
@@ -34,7 +34,6 @@ from laplace.network.model_guard import autograd_mode, private_copy
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource, Pieces, gaussian_of, jacobians, shifted
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.predict import in_parts
 from laplace.predictive.prediction import PosteriorOutputs, Prediction
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import EvidenceObjective

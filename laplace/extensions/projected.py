@@ -26,13 +26,14 @@ from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, standard_normal
+from laplace.engines.at_weights import outputs_of_weights
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.extensions.asked import Asked, posterior_of
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network import next_token
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.sampled import finite, sampler
+from laplace.predictive.sampled import finite
 
 KernelOf = Literal["outputs", "loss"]
 
@@ -71,7 +72,7 @@ class Projected:
         posterior = self._posterior
         posterior.check_unchanged()
         with autograd_mode(), torch.no_grad():
-            return finite(sampler(posterior.engine, posterior.expansion_point, x, {})(self.weights))
+            return finite(outputs_of_weights(posterior.engine, posterior.expansion_point, x, {})(self.weights))
 
     def __call__(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
         """Mean of the networks' predictions, `[B, C]`; of a regression mean and variance of f, `[B, C]` each."""

@@ -14,6 +14,7 @@ from laplace.core.cached import cached_property
 from laplace.core.gaussian import GaussianOutputs
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.random_numbers import replayed
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.gp.heads import FLAT, INTERCEPT, FeatureBasis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
@@ -23,7 +24,6 @@ from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
 from laplace.predictive.latent import GaussianSource
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.predict import replayed
 from laplace.predictive.prediction import PosteriorOutputs, Prediction
 from laplace.tuning.stacked import Stacked
 

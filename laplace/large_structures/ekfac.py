@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace.core import nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import cached_property, keeps_last
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
@@ -29,7 +29,7 @@ from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, InvalidData, StateError
-from laplace.structures.base import Curvature, DataPass, SumPass, keeps_last, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, SumPass, require_finite, those_known
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan

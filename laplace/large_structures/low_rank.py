@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace.core import eigen, nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import cached_property, keeps_last
 from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
@@ -34,15 +34,7 @@ from laplace.jacobian.blocks import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.large_structures import subspace
 from laplace.large_structures.woodbury import CANCELLING, cancels
-from laplace.structures.base import (
-    Curvature,
-    DataPass,
-    SignedOptions,
-    keeps_last,
-    nonnegative,
-    require_finite,
-    those_known,
-)
+from laplace.structures.base import Curvature, DataPass, SignedOptions, nonnegative, require_finite, those_known
 from laplace.structures.precision import (
     Form,
     Precision,

@@ -26,11 +26,11 @@ from torch.nn.functional import pad
 from laplace.core import linalg, nested
 from laplace.core.arguments import check_counts
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import cached_property, keeps_last
 from laplace.core.checks import is_true
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
-from laplace.core.layout import Layout
+from laplace.core.layout import Layout, linked
 from laplace.core.log_det import EigenvaluePairs, log_det_ratio
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
@@ -55,7 +55,7 @@ from laplace.large_structures.kronecker_eigenvectors import (
     pair_bytes,
 )
 from laplace.large_structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.base import Curvature, DataPass, keeps_last, linked, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
 

@@ -21,7 +21,7 @@ from laplace.core import nested
 from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.random_numbers import uniform
+from laplace.core.random_numbers import replayed, uniform
 from laplace.enums import (
     HessianStructure,
     LikelihoodName,
@@ -40,7 +40,6 @@ from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import Predicting
 from laplace.predictive.options import PredictOptions
-from laplace.predictive.predict import replayed
 from laplace.predictive.prediction import Prediction, mixed
 from laplace.saving import Saved
 from laplace.structures.base import Curvature

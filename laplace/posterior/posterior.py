@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from laplace import curvature
 from laplace.core import batch as batches
 from laplace.core.arguments import as_tensor, check_length, finite, on_host, positive
-from laplace.core.batch import ForwardFn
+from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.cached import Kept, version
 from laplace.core.content import Content
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from laplace.contract.manual_fit import ManualFit
     from laplace.curvature import CurvatureInterface
     from laplace.engines.engine import CurvatureEngine
-    from laplace.predictive.options import PredictiveNames
+    from laplace.enums import PredType
+    from laplace.predictive.options import PredictiveNames, PredictOptions
+    from laplace.predictive.prediction import OutputSampler, PosteriorOutputs
     from laplace.refinement.result import Refinement
 
 # How a posterior is made.
@@ -139,7 +141,7 @@ def checked_backend(backend: Any) -> type[CurvatureInterface]:
     )
 
 
-Sampler = Callable[[int, torch.Generator | None], Tensor]
+WeightSampler = Callable[[int, torch.Generator | None], Tensor]
 """Draws S samples of the weights, `[S, P]`."""
 
 Given = float | Tensor
@@ -609,7 +611,7 @@ class Posterior:
         """P as predictions see it: with the covariances of outputs that users' classes override."""
         return self.precision()
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> WeightSampler:
         """Draws samples of the weights, `[S, P]`; of a subnetwork of its entries alone."""
         precision, mean = self.precision_before("sample"), self.mean
         return lambda n, generator: drawn(mean, precision, n, generator)
@@ -637,6 +639,18 @@ class Posterior:
     def users_pass(self, engine: CurvatureEngine, n_data: int) -> DataPass:
         """The pass over N data in which a user's methods compute loss and curvature."""
         raise UnsupportedError("this posterior belongs to no object whose methods could be called.")
+
+    def users_samples(
+        self, name: str, x: Inputs, kind: PredType, asked: PredictOptions, model_kwargs: dict[str, Any]
+    ) -> OutputSampler:
+        """Draws by a user's own `functional_samples` or `predictive_samples` at x, in the form that is asked for."""
+        raise UnsupportedError("this posterior belongs to no object whose methods could be called.")
+
+    def with_users_outputs(
+        self, outputs: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
+        """A prediction at x with what a user's class computes of it by itself."""
+        return outputs
 
     def as_user_object(self) -> AbstractContextManager[Any]:
         """A block in which the user's object has this posterior for its own; it is what the block is entered as."""

@@ -21,6 +21,7 @@ from laplace.core.gaussian import GaussianOutputs, centred, sample_moments
 from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import OutputChoice, OutputRows
+from laplace.core.precision_policy import at_least_single
 from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, moved_by, whole_groups
@@ -250,7 +251,7 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
     """Jacobians with f + J step, in at least float32, in place of f, for a step `[P]`, or one per output `[C, P]`."""
     with closing(pieces):
         for jacobian, f in pieces:
-            mean = f.to(widest(f))
+            mean = f.to(at_least_single(f))
             if step is not None:
                 mean = mean + moved_by(jacobian, step)
             yield jacobian, mean
@@ -276,8 +277,3 @@ def _checked(gaussian: GaussianOutputs) -> GaussianOutputs:
         ),
     )
     return gaussian
-
-
-def widest(f: Tensor) -> torch.dtype:
-    """At least float32, for outputs of a lower precision."""
-    return torch.promote_types(f.dtype, torch.float32)

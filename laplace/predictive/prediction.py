@@ -394,11 +394,11 @@ def laid_out(gaussian: GaussianOutputs, channel_dim: int, *, joint: bool = False
 
 # Outputs under one posterior.
 
-Draws = Callable[[], "torch.Generator | None"]
+GeneratorSource = Callable[[], "torch.Generator | None"]
 """The source of randomness of one quantity; None for the global one."""
 
 
-Draw = Callable[[int, "torch.Generator | None"], OutputRows]
+OutputSampler = Callable[[int, "torch.Generator | None"], OutputRows]
 """Samples `[n, B, C]` from a number of them and a source of randomness."""
 
 
@@ -423,9 +423,9 @@ class PosteriorOutputs:
     likelihood: Likelihood
     sigma_noise: Tensor
     options: PredictOptions
-    draws: Draws
-    users_latents: Draw | None = None
-    users_targets: Draw | None = None
+    draws: GeneratorSource
+    users_latents: OutputSampler | None = None
+    users_targets: OutputSampler | None = None
     require_same: Callable[[], None] = lambda: None
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from laplace.core import checks, nested
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.nested import move
 from laplace.core.precision_policy import wide_dtype
@@ -454,21 +452,6 @@ class SumPass(DataPass, Generic[A]):
         return self.total
 
 
-def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
-    """Tensors that are linked by keys that they have in common, directly or by way of others."""
-    groups = list(range(len(keys)))  # the group of every tensor
-    first: dict[str, int] = {}  # the first tensor that has a key
-    for i, own in enumerate(keys):
-        for key in own:
-            theirs, mine = groups[first.setdefault(key, i)], groups[i]
-            if theirs != mine:
-                groups = [theirs if group == mine else group for group in groups]
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    return tuple(sorted(tuple(each) for each in members.values()))
-
-
 # Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.
 #
 # P = s·H + δ must be positive definite, H need not be. At weights that are no minimum the exact Hessian has negative
@@ -507,53 +490,3 @@ def nonnegative(values: Tensor, mode: str) -> Tensor:
 def other_structure(mine: str, theirs: str) -> CurvatureError:
     """The error of curvatures that cannot meet."""
     return CurvatureError(f"curvature of structure {theirs!r} cannot be subtracted from one of structure {mine!r}.")
-
-
-# What takes long and depends on more than the curvature: ratios of weights, or what is done about negative eigenvalues.
-
-
-def keeps_last(method: Callable[[S, K], T]) -> Callable[[S, K], T]:
-    """A method of one argument, a key of `Recent`, whose last value is kept with the object."""
-    name = f"_last_{method.__name__}"
-
-    @wraps(method)
-    def value(self: S, key: K) -> T:
-        recent: Recent[T] = vars(self).setdefault(name, Recent())  # also of a frozen dataclass
-        return recent(key, lambda: method(self, key))
-
-    return value
-
-
-class Recent(Generic[T]):
-    """Keeps what was computed last, with what it was computed from.
-
-    A frozen curvature has one for everything that takes long and depends on more than the curvature: the ratios of the
-    weights of its terms, or what is done about negative eigenvalues.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, T] | None = None
-
-    @property
-    def value(self) -> T | None:
-        """The value that was computed last; None before."""
-        return None if self._last is None else self._last[1]
-
-    def __call__(self, key: Any, compute: Callable[[], T]) -> T:
-        """The value of a key, computed unless it is the last one's."""
-        if isinstance(key, Tensor) and key.requires_grad and torch.is_grad_enabled():
-            return compute()
-        last = self._last
-        if last is not None and _equal(last[0], key):
-            return last[1]
-        self._last = last = None  # two factorisations would be held at once
-        with kept_for_later():
-            value = compute()
-            self._last = key.detach().clone() if isinstance(key, Tensor) else key, value
-        return value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

@@ -11,23 +11,16 @@ from torch import Tensor
 
 from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import cached_property, keeps_last
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.cost import DOUBLE, Cost
+from laplace.engines.profile import MatrixCost
 from laplace.engines.sinks import BlockSink, Groups
 from laplace.errors import InvalidArgument, StateError
 from laplace.jacobian.full_sum import MatrixSum
-from laplace.structures.base import (
-    AdditiveCurvature,
-    Curvature,
-    SignedOptions,
-    keeps_last,
-    nonnegative,
-    other_structure,
-)
-from laplace.structures.full import MatrixCost
+from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, nonnegative, other_structure
 from laplace.structures.kron import KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
 from laplace.structures.spectra import BlockSpectrum, Spectra, dense_spectrum

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import Recent, cached_property
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.log_det import EigenvaluePairs, log_det_ratio
 from laplace.engines.cost import Cost
 from laplace.engines.sinks import DiagSink
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures.base import AdditiveCurvature, Curvature, Recent, SignedOptions, nonnegative, other_structure
+from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, nonnegative, other_structure
 from laplace.structures.precision import Form, Precision, SpectralScan, mean_weight, require_positive, weighted
 
 if TYPE_CHECKING:

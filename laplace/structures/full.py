@@ -10,7 +10,6 @@ when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from laplace.core import eigen, linalg, nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import Recent, cached_property, keeps_last
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
@@ -27,21 +26,14 @@ from laplace.core.log_det import log_det_relative
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import root_dtype, widened
 from laplace.engines.cost import DOUBLE, Cost
+from laplace.engines.profile import MatrixCost
 from laplace.engines.sinks import FullSink
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock, TensorShape
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
 from laplace.jacobian.full_sum import BlockPairs, MatrixSum, PairedMatrix, jacobian_product
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import FORMS
-from laplace.structures.base import (
-    AdditiveCurvature,
-    Curvature,
-    Recent,
-    SignedOptions,
-    keeps_last,
-    nonnegative,
-    other_structure,
-)
+from laplace.structures.base import AdditiveCurvature, Curvature, SignedOptions, nonnegative, other_structure
 from laplace.structures.precision import (
     Form,
     Precision,
@@ -98,31 +90,6 @@ class HeadRoots:
             products = features[:, features.shape[1] - len(columns) :] @ columns
             squares[:, : columns.shape[1]].addcmul_(products, products)
         return squares.unflatten(1, (-1, self.n_outputs)).sum(1)
-
-
-@dataclass(frozen=True)
-class MatrixCost:
-    """Bytes of a sum of outer products of some tensors, `[E, p, p]`."""
-
-    running: int  # Bytes of the sum while batches are read
-    completing: int  # Bytes of the sum and the matrices that are made of it
-    pieces: int  # Bytes of what is multiplied out and dropped
-
-    @classmethod
-    def from_profile(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
-        """That of tensors of these shapes."""
-        size = sum(shape.size for shape in shapes)
-        matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
-        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms, profile.device)
-        if pairs is None:
-            pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
-            return cls(matrix, matrix, pieces)
-        rows = profile.n_data
-        if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
-            rows *= max(shape.positions for shape in shapes)
-        running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
-        pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
-        return cls(running, running + matrix + strips, pieces)
 
 
 # Of few data the rows A of H = Aᵀ A are kept as factors in its place.

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from laplace.core import linalg, nested
 from laplace.core.batch import Inputs
-from laplace.core.cached import cached_property
+from laplace.core.cached import cached_property, keeps_last
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.inference import kept_for_later
-from laplace.core.layout import Layout
+from laplace.core.layout import Layout, linked
 from laplace.core.linalg import power
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dtype, widened
@@ -30,7 +30,7 @@ from laplace.enums import DampingForm
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.structures.base import AdditiveCurvature, Curvature, keeps_last, linked, other_structure
+from laplace.structures.base import AdditiveCurvature, Curvature, other_structure
 from laplace.structures.precision import (
     Form,
     Precision,

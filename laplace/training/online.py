@@ -47,8 +47,8 @@ from laplace.network.fsdp import require_unsharded
 from laplace.network.input_errors import call_with_context
 from laplace.network.model_guard import autograd_mode, flags_put_back, private_copy, reading, same_random_state
 from laplace.parametric import ParametricLaplace
+from laplace.posterior.noise import unlike_outputs
 from laplace.posterior.posterior import match_lengths
-from laplace.predictive.predict import unlike_outputs
 from laplace.structures.base import Curvature
 from laplace.training.forecast import warn_if_worse
 from laplace.tuning.search import prior_in_structure

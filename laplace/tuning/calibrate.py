@@ -32,10 +32,10 @@ from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, 
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.noise import noise_like, unlike_squares
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt
 from laplace.predictive.latent import recorded_inputs
-from laplace.predictive.predict import noise_like, unlike_squares
 from laplace.predictive.prediction import mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
 from laplace.tuning import tilting

@@ -23,6 +23,7 @@ from laplace.core.positions import rows_of
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
+from laplace.engines import at_weights
 from laplace.engines.engine import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError, InvalidData
@@ -294,7 +295,7 @@ class Candidates:
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         posterior = self.posterior
         sampled.refuse_refined(posterior.refined_step, posterior.engine.problem)
-        run = sampled.sampler(posterior.engine, posterior.expansion_point, x, {})
+        run = at_weights.outputs_of_weights(posterior.engine, posterior.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
             samples = run(self._weights_at(group.start)).flatten(1, -2)

@@ -23,9 +23,9 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
+from laplace.posterior.noise import noise_like
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
-from laplace.predictive.predict import noise_like
 from laplace.predictive.prediction import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Losses, Predictive

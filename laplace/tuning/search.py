@@ -27,7 +27,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
 from laplace.network.model_guard import autograd_mode
-from laplace.predictive.predict import unlike_outputs
+from laplace.posterior.noise import unlike_outputs
 
 if TYPE_CHECKING:
     from laplace.tuning.group import PosteriorGroup

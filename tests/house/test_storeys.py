@@ -89,6 +89,7 @@ def test_tests_are_where_their_code_is() -> None:
 
 OTHERWISE = {
     "core/extensions.py": "house/test_extensions.py",
+    "contract/users_predictions.py": "contract/test_user_hooks.py",
     "curvature/curvlinops.py": "conformance/test_backends.py",
     "curvature/packages.py": "conformance/test_backends.py",
     "curvature/rules.py": "engines/test_functions.py",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from laplace import ParametricLaplace
+from laplace.core.cached import Recent
 from laplace.structures import STRUCTURES, LowRankCurvature
-from laplace.structures.base import Recent
 from tests import problems as catalogue
 from tests.conformance.cases import Case
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.core.layout import linked
 from laplace.structures import STRUCTURES
-from laplace.structures.base import linked
 
 
 class Several(nn.Module):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
+from laplace.core import overwritten_inputs
 from laplace.errors import InvalidData
-from laplace.predictive import predict
 from tests import grid
 
 X, Y = grid.data()
 NEW = torch.full_like(X, 0.3)
-LARGE = predict._COMPARED
+LARGE = overwritten_inputs._COMPARED
 
 
 def in_place(x: Tensor) -> None:
