@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -110,8 +111,68 @@ class _Solution(torch.autograd.Function):
         return right, -(right @ solution + solution @ right), None, None
 
 
+class GaussianDraws(ABC):
+    """A Gaussian over the C outputs of B inputs that can be drawn from.
+
+    Attributes:
+        mean: `[B, C]`.
+    """
+
+    mean: Tensor
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
+
+        Differentiable in mean and covariance (reparametrised).
+
+        Args:
+            n: Number of draws, at least 1.
+            generator: Source of randomness, used on its own device; the global one if None.
+
+        Raises:
+            InvalidArgument: n is not positive.
+            InvalidData: The mean is not finite.
+            CurvatureError: The covariance is not finite.
+        """
+        parts = list(self._draws(n, generator))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def average(self, function: Callable[[Tensor], Tensor], n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Mean of a function over the draws of `sample`, which are held in parts: memory does not grow with n.
+
+        Args:
+            function: Maps draws `[m, B, C]` to values `[m, ...]`.
+            n: Number of draws, at least 1.
+            generator: As of `sample`.
+
+        Raises:
+            InvalidArgument, InvalidData, CurvatureError: As of `sample`.
+        """
+        sums = (function(part).sum(0) for part in self._draws(n, generator))
+        return reduce(torch.add, sums) / n
+
+    def _draws(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Draws in consecutive parts, `[m, B, C]`."""
+        if n < 1:
+            raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
+        with together():
+            require(
+                self.mean.isfinite(),
+                lambda: InvalidData(
+                    "The mean of the Gaussian has NaN or infinite entries: look at the network's outputs."
+                ),
+            )
+            coloured = self._colouring()
+        for noise in standard_normal_parts(n, tuple(self.mean.shape), self.mean, generator):
+            yield self.mean + coloured(noise)
+
+    @abstractmethod
+    def _colouring(self) -> Callable[[Tensor], Tensor]:
+        """A map of standard normal noise `[m, B, C]` to noise with this covariance."""
+
+
 @dataclass(frozen=True, eq=False)
-class GaussianOutputs:
+class GaussianOutputs(GaussianDraws):
     """N(mean, covariance) over the C outputs of B inputs.
 
     The shape of the covariance says its kind: `[B, C, C]` one block per row, rows independent; `[B, C]`
@@ -185,54 +246,7 @@ class GaussianOutputs:
         rows = self.covariance.shape[-1] // len(noise)  # that a block is of
         return replace(self, covariance=self.covariance + torch.diag(noise.repeat(rows)))
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
-
-        Differentiable in mean and covariance (reparametrised).
-
-        Args:
-            n: Number of draws, at least 1.
-            generator: Source of randomness, used on its own device; the global one if None.
-
-        Raises:
-            InvalidArgument: n is not positive.
-            InvalidData: The mean is not finite.
-            CurvatureError: The covariance is not finite.
-        """
-        parts = list(self._draws(n, generator))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def average(self, function: Callable[[Tensor], Tensor], n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Mean of a function over the draws of `sample`, which are held in parts: memory does not grow with n.
-
-        Args:
-            function: Maps draws `[m, B, C]` to values `[m, ...]`.
-            n: Number of draws, at least 1.
-            generator: As of `sample`.
-
-        Raises:
-            InvalidArgument, InvalidData, CurvatureError: As of `sample`.
-        """
-        sums = (function(part).sum(0) for part in self._draws(n, generator))
-        return reduce(torch.add, sums) / n
-
-    def _draws(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Draws in consecutive parts, `[m, B, C]`."""
-        if n < 1:
-            raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
-        with together():
-            require(
-                self.mean.isfinite(),
-                lambda: InvalidData(
-                    "The mean of the Gaussian has NaN or infinite entries: look at the network's outputs."
-                ),
-            )
-            coloured = self._colouring()
-        for noise in standard_normal_parts(n, tuple(self.mean.shape), self.mean, generator):
-            yield self.mean + coloured(noise)
-
     def _colouring(self) -> Callable[[Tensor], Tensor]:
-        """A map of standard normal noise `[m, B, C]` to noise with this covariance."""
         if self.is_diagonal:
             _check_finite(self.covariance)
             deviations = _safe_sqrt(self.covariance).to(self.mean)
@@ -246,6 +260,37 @@ class GaussianOutputs:
             return (root @ blocks.permute(1, 2, 0)).permute(2, 0, 1).reshape(noise.shape)
 
         return coloured
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianAlongAxes(GaussianDraws):
+    """N(μ_b, U diag(v_b) Uᵀ) over the C outputs of B inputs: all covariances have the same axes.
+
+    Samples are μ_b + U diag(v_b)^½ Uᵀ ε. They take no covariance `[C, C]` and no decomposition of one, and their root
+    is the symmetric one, in which axes of equal variances may be turned into each other.
+
+    Attributes:
+        mean: `[B, C]`.
+        variances: v, those along the axes, `[B, C]`, none of which is negative but by rounding.
+        axes: U, orthonormal columns, `[C, C]`.
+        positions: As of `GaussianOutputs`.
+    """
+
+    mean: Tensor
+    variances: Tensor
+    axes: Tensor
+    positions: tuple[int, ...] = ()
+
+    outputs = None  # all of them
+
+    def with_covariance(self) -> GaussianOutputs:
+        """The same with the covariances `[B, C, C]`."""
+        return GaussianOutputs(self.mean, (self.axes * self.variances.unsqueeze(1)) @ self.axes.mT, self.positions)
+
+    def _colouring(self) -> Callable[[Tensor], Tensor]:
+        _check_finite(self.variances)
+        deviations, axes = _safe_sqrt(self.variances).to(self.mean), self.axes.to(self.mean)
+        return lambda noise: ((noise @ axes) * deviations) @ axes.mT
 
 
 def centred(f: Tensor) -> Tensor:

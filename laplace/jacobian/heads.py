@@ -332,6 +332,10 @@ class RotatedHeadBlock(Head):
         """The head without repeated rows: one row for a bias, whose rows are all equal."""
         return self.head.at(slice(0, 1)) if self.is_bias else self.head
 
+    def norms_along_basis(self, weights: Tensor) -> Tensor:
+        """v with J diag(w) Jᵀ = u diag(v) uᵀ, `[B, O]`."""
+        return self._different.weighted_norms(weights).expand(self.n_data, -1)
+
     def weighted_norms(self, weights: Tensor) -> Tensor:
         return (self._different.weighted_norms(weights) @ self.basis.square().T).expand(self.n_data, -1)
 

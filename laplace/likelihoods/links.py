@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.gaussian import (
+    GaussianDraws,
     GaussianOutputs,
     against_others,
     centred,
@@ -117,8 +118,14 @@ def monte_carlo(
 
     It estimates ∫ inverse_link(f) N(f; μ, Σ) df [Redux, appendix eq. 13] [Mixtures, eq. 5].
     """
-    largest = torch.finfo(mean.dtype).max
-    gaussian = GaussianOutputs(mean, covariance)
+    return average_response(GaussianOutputs(mean, covariance), inverse_link, n_samples, generator)
+
+
+def average_response(
+    gaussian: GaussianDraws, inverse_link: InverseLink, n_samples: int, generator: Generator | None
+) -> Tensor:
+    """The same of a Gaussian in any form."""
+    largest = torch.finfo(gaussian.mean.dtype).max
     return gaussian.average(lambda f: inverse_link(f.clamp(-largest, largest)), n_samples, generator)
 
 

@@ -17,7 +17,7 @@ from laplace.core import batch as batches
 from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
-from laplace.core.gaussian import GaussianOutputs, centred, sample_moments
+from laplace.core.gaussian import GaussianAlongAxes, GaussianOutputs, centred, sample_moments
 from laplace.core.memory import DATUM, LEAST, available, in_slices, in_units
 from laplace.core.pieces import operations_are_dear
 from laplace.core.positions import OutputChoice, OutputRows
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Pieces = Generator[tuple[Jacobian, Tensor]]
 """Jacobians and outputs f, `[b, C]`, of consecutive parts of the inputs."""
+
+_NO_DATA = "the inputs hold no data to predict."
 
 _COPIES = 3
 """Of covariances: a sum, what is taken away from it, and what is left."""
@@ -53,6 +55,10 @@ class GaussianSource(ABC):
     @abstractmethod
     def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         """Gaussian of the latents; `form` is as of `linearised`, with `wide` to draw samples from."""
+
+    def along_axes(self) -> GaussianAlongAxes | None:
+        """The Gaussian of form `"full"` where it can be drawn from without its covariances; None where it cannot."""
+        return None
 
 
 class SampleSource(ABC):
@@ -132,6 +138,15 @@ class LinearisedOutputs(GaussianSource):
                 create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size, noted=noted,
             )  # fmt: skip
 
+    def along_axes(self) -> GaussianAlongAxes | None:
+        posterior, axes = self.posterior, self.precision.axes
+        if axes is None or len(axes) == 1 or posterior.problem.head is None or self.choice is not None:
+            return None
+        with checks.together():
+            posterior.check_unchanged()
+            pieces = _pieces(posterior.engine, self.x, None, create_graph=self.through_x)
+            return _along_axes(shifted(pieces, posterior.refined_step), self.precision, axes)
+
 
 def jacobians(engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool) -> Pieces:
     """Jacobians and outputs of inputs on any device: of all outputs, or the chosen."""
@@ -159,10 +174,9 @@ def linearised(
     """
     if form == "diagonal" and step is None and choice is None and not create_graph:
         pieces = engine.jacobian_by_outputs(batches.to_device(x, engine.problem.device))
+        pieces = _without_graph(pieces) if torch.is_grad_enabled() else pieces
     else:
-        pieces = jacobians(engine, x, choice, create_graph=create_graph)
-    if torch.is_grad_enabled() and not create_graph:
-        pieces = _without_graph(pieces)
+        pieces = _pieces(engine, x, choice, create_graph=create_graph)
     return gaussian_of(shifted(noted(pieces), step), precision, form, wide=wide, group_size=group_size)
 
 
@@ -197,9 +211,26 @@ def gaussian_of(
             outputs_of_rows = jacobian.outputs if jacobian.outputs is None else jacobian.outputs.view(f.shape)
             means.append((f, jacobian.positions, outputs_of_rows))
     if not means:
-        raise InvalidData("the inputs hold no data to predict.")
+        raise InvalidData(_NO_DATA)
     rows = _together(means)
     return _checked(GaussianOutputs(rows.values, _joined(variances), rows.positions, rows.outputs))
+
+
+def _along_axes(pieces: Pieces, precision: Precision, axes: Tensor) -> GaussianAlongAxes | None:
+    """The same along axes that all covariances have; None if the outputs are more than those of a linear layer."""
+    variances: list[Tensor] = []
+    means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
+    with closing(pieces):
+        for jacobian, f in pieces:
+            if not jacobian.is_head:
+                return None
+            variances.append(precision.variance_along_axes(jacobian))
+            means.append((f, jacobian.positions, None))
+    if not means:
+        raise InvalidData(_NO_DATA)
+    rows, variance = _together(means), _joined(variances)
+    _require_finite(rows.values, variance)
+    return GaussianAlongAxes(rows.values, variance, axes, rows.positions)
 
 
 def _together(parts: Iterable[tuple[Tensor, tuple[int, ...], Tensor | None]]) -> OutputRows:
@@ -223,6 +254,12 @@ def require_room(shape: tuple[int, ...], like: Tensor) -> None:
             f"are available ({there.source}). Variances alone take no matrix: use link_approx='probit', or "
             "diagonal_output=True; or say by outputs= which outputs are asked for."
         )
+
+
+def _pieces(engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool) -> Pieces:
+    """Jacobians and outputs, with a graph or made without one."""
+    pieces = jacobians(engine, x, choice, create_graph=create_graph)
+    return _without_graph(pieces) if torch.is_grad_enabled() and not create_graph else pieces
 
 
 def _without_graph(pieces: Pieces) -> Pieces:
@@ -268,12 +305,16 @@ def recorded_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
 
 
 def _checked(gaussian: GaussianOutputs) -> GaussianOutputs:
+    _require_finite(gaussian.mean, gaussian.variance)
+    return gaussian
+
+
+def _require_finite(mean: Tensor, variance: Tensor) -> None:
     require(
-        checks.are_finite(gaussian.mean, gaussian.variance),
+        checks.are_finite(mean, variance),
         lambda: InvalidData(
-            f"the network's outputs or their variances are NaN or infinite{checks.where_not_finite(gaussian.mean)}; "
-            "look at the inputs and at the network's weights. Where those are right the variances are beyond the range "
-            "of the dtype: raise prior_precision, or take a network in float64."
+            f"the network's outputs or their variances are NaN or infinite{checks.where_not_finite(mean)}; look at the "
+            "inputs and at the network's weights. Where those are right the variances are beyond the range of the "
+            "dtype: raise prior_precision, or take a network in float64."
         ),
     )
-    return gaussian

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.core.gaussian import GaussianOutputs, against_others, centred, mixture_of, normal_of
+from laplace.core.gaussian import GaussianAlongAxes, GaussianOutputs, against_others, centred, mixture_of, normal_of
+from laplace.core.overrides import is_ours
 from laplace.core.positions import OutputRows, in_users_layout, unrolled
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.links import LINKS
+from laplace.likelihoods.links import LINKS, average_response
 from laplace.likelihoods.targets import Decomposition, Target, TargetMoments
 from laplace.network.model_guard import AS_IT_IS, autograd_mode
 from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
@@ -441,7 +442,7 @@ class PosteriorOutputs:
     @property
     def positions(self) -> tuple[int, ...]:
         """Dimensions of the positions, empty for outputs `[B, C]`; of a quantity that was computed already."""
-        known = self._read_already("latent", "marginals", "_centred", "_full_covariance", "_drawn")
+        known = self._read_already("latent", "marginals", "_centred", "_full_covariance", "_drawn", "_along_axes")
         return (self._mean if known is None else known).positions
 
     @property
@@ -451,7 +452,7 @@ class PosteriorOutputs:
 
     def _read_already(self, *names: str) -> Any:
         """The first of these quantities that was read, and so costs no pass of the network; None if none was."""
-        return next((vars(self)[name] for name in names if name in vars(self)), None)
+        return next((known for name in names if (known := vars(self).get(name)) is not None), None)
 
     # Latents.
 
@@ -459,7 +460,7 @@ class PosteriorOutputs:
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return replace(self._drawn, values=self._drawn.values.mean(0))
-        known = self._read_already("latent", "_sampling_gaussian", "marginals", "_centred")
+        known = self._read_already("latent", "_along_axes", "_sampling_gaussian", "marginals", "_centred")
         if known is not None:
             return OutputRows(known.mean, known.positions, known.outputs)
         self.require_same()
@@ -503,6 +504,14 @@ class PosteriorOutputs:
         there = self._link_draws or self.sigma_noise.dtype == wide_dtype(self.sigma_noise.device)
         return self.latent if there else self._gaussian(self.options.form, wide=True)
 
+    @lazy
+    def _along_axes(self) -> GaussianAlongAxes | None:
+        """The same without covariances, where those of all rows have the same axes."""
+        if isinstance(self.source, SampleSource) or self.options.form != "full":
+            return None
+        self.require_same()
+        return self.source.along_axes()
+
     @property
     def _link_draws(self) -> bool:
         """True if the link draws from covariances."""
@@ -511,6 +520,8 @@ class PosteriorOutputs:
     def _gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form, self.options.group_size)
+        if form == "full" and self._link_draws and self._along_axes is not None:
+            return self._along_axes.with_covariance()
         self.require_same()
         return self.source.gaussian(form, wide=wide or self._link_draws)
 
@@ -527,7 +538,7 @@ class PosteriorOutputs:
             return self.users_latents(self.options.n_samples, self.draws())
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.options.n_samples, self.draws())
-        gaussian = self._sampling_gaussian
+        gaussian = self._along_axes or self._sampling_gaussian
         return OutputRows(gaussian.sample(self.options.n_samples, self.draws()), gaussian.positions, gaussian.outputs)
 
     @property
@@ -551,6 +562,8 @@ class PosteriorOutputs:
         of_centred = likelihood.target.centred_link(likelihood, self.options.link)
         if of_centred is not None:
             return likelihood.predict(centred(self._centred.mean), against_others(self._centred.covariance), of_centred)
+        if self._target_draws and _predicts_by_links(likelihood) and self._along_axes is not None:
+            return average_response(self._along_axes, likelihood.inverse_link, self.options.n_samples, self.draws())
         gaussian = self.link_input
         return likelihood.predict(
             gaussian.mean, gaussian.covariance, self.options.link, self.options.n_samples, self.draws()
@@ -593,6 +606,11 @@ class PosteriorOutputs:
         if concentrations is None or self.sampled:
             return None
         return concentrations(self._full_covariance.mean, self._full_covariance.covariance)
+
+
+def _predicts_by_links(likelihood: Likelihood) -> bool:
+    """True if no user's class says what a link makes of the latents."""
+    return is_ours(next(base for base in type(likelihood).__mro__ if "predict" in vars(base)))
 
 
 # Predictions of several posteriors as one: the mixture of their predictive distributions.

@@ -29,6 +29,7 @@ from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
 from laplace.enums import DampingForm
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
+from laplace.jacobian.heads import RotatedHeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import AdditiveCurvature, Curvature, other_structure
 from laplace.structures.precision import (
@@ -285,6 +286,24 @@ class KronPrecision(Precision):
 
         return self.spectra.regrouped(jacobian).sum_over_blocks(of_block)
 
+    @cached_property
+    def axes(self) -> Tensor | None:
+        """Those of the output side, which all tensors of a layer share; of factors alone, whose sides are known."""
+        first = self.spectra[0]
+        shared = self.spectra.factored and all(
+            spectrum.output_first and spectrum.left is first.left and spectrum.shape is not None
+            and spectrum.shape[0] == 1
+            for spectrum in self.spectra
+        )  # fmt: skip
+        return first.left.matrix()[0] if shared and first.left is not None else None
+
+    def variance_along_axes(self, jacobian: Jacobian) -> Tensor:
+        def of_block(i: int, block: Block) -> Tensor:
+            own = self._posterior[i]
+            return own.variance_along_axes(block.cast(own.values.dtype))
+
+        return jacobian.sum_over_blocks(of_block)
+
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
         """In the prior's dtype where that is enough; its root, of samples, symmetric [Redux, appendix B, samples]."""
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
@@ -377,6 +396,13 @@ class EigenBlock:
             own = weighted(self.spectrum.project(block.at(slice(0, 1))), self._variances, form, wide=wide)
             self._constants[form, wide] = own
         return self._constants[form, wide].expand(block.n_data, *[-1] * (1 if form == "diagonal" else 2))
+
+    def variance_along_axes(self, block: Block) -> Tensor:
+        """As of `Precision.variance_along_axes`."""
+        rotated = self.spectrum.project(block)
+        if not isinstance(rotated, RotatedHeadBlock):
+            raise TypeError(f"a block of kind {block.kind!r} is none of a head.")
+        return rotated.norms_along_basis(self._variances)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         """P^exponent v of vectors `[..., p]`."""

@@ -61,6 +61,15 @@ class Precision(ABC):
         """Variances of the outputs less their mean, diag(Π J P⁻¹ Jᵀ Π), `[B, C]`, Π = I − 11ᵀ/C: as cheap as theirs."""
         return self.variance(jacobian.centred(), "diagonal")
 
+    @property
+    def axes(self) -> Tensor | None:
+        """U `[C, C]`, orthonormal, if J P⁻¹ Jᵀ = U diag(v) Uᵀ at every datum of a head; None if that is unknown."""
+        return None
+
+    def variance_along_axes(self, jacobian: Jacobian) -> Tensor:
+        """v of these, `[B, C]`, of a precision that has axes, for the Jacobian of a head."""
+        raise NotImplementedError
+
     # Evidence and density.
 
     def logdet(self) -> Tensor:
