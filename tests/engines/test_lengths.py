@@ -146,8 +146,63 @@ def test_data_are_followed_where_positions_come_first(proofs: list[int]) -> None
     assert_close(la.H, with_proofs_of_their_own(model, batches), "float32")
 
 
-def test_reads_do_not_grow_with_lengths() -> None:
-    model = made(Sounds)
+# Recurrent layers, whose steps are as many as a text is long.
+
+
+class Recurrent(nn.Module):
+    """What is read of a recurrence is said by `take`."""
+
+    def __init__(self, layer: type[nn.RNNBase], take: Callable[[Any], Tensor], width: int = 5, **options: Any) -> None:
+        super().__init__()
+        self.table, self.head, self.take = nn.Embedding(20, WIDTH), nn.Linear(width, 3), take
+        self.layer = layer(WIDTH, 5, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer.batch_first
+        h = self.table(x)
+        return self.head(self.take(self.layer(h if first else h.transpose(0, 1))))
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Recurrent(nn.LSTM, lambda given: given[0][:, -1], batch_first=True),
+    "two layers": lambda: Recurrent(nn.GRU, lambda given: given[0][:, -1], num_layers=2, batch_first=True),
+    "both ways": lambda: Recurrent(nn.RNN, lambda given: given[0].mean(1), 10, bidirectional=True, batch_first=True),
+    "states": lambda: Recurrent(nn.GRU, lambda given: torch.cat([given[1][0], given[1][1]], 1), 10, num_layers=2),
+    "cells": lambda: Recurrent(nn.LSTM, lambda given: given[1][1][-1], batch_first=True),
+    "time first": lambda: Recurrent(nn.LSTM, lambda given: given[0].mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_number_of_steps_is_no_part_of_a_proof(name: str, proofs: list[int]) -> None:
+    model = made(RECURRENT[name])
+    batches = [data(length) for length in (7, 3, 5, 2, 9, 4, 8)]
+    la = fitted(model, batches)
+    la(data(6))
+    assert len(proofs) == 2  # the first of layers alone
+    assert_close(la.H, with_proofs_of_their_own(model, batches), "float32")
+
+
+def test_a_single_step_is_proven_by_itself() -> None:
+    model = made(RECURRENT["LSTM"])
+    batches = [data(length) for length in (1, 4, 1, 6)]
+    assert_close(fitted(model, batches).H, with_proofs_of_their_own(model, batches), "float32")
+
+
+def test_data_that_meet_behind_a_recurrence_for_some_lengths_are_found() -> None:
+    def windows(given: Any) -> Tensor:
+        out = given[0]
+        return out.reshape(-1, 8, 5).cumsum(1).reshape(*out.shape).mean(1)
+
+    model = made(lambda: Recurrent(nn.LSTM, windows, batch_first=True))
+    fitted(model, [data(16)])
+    with pytest.raises(CurvatureError, match="depends on the others"):
+        fitted(model, [data(16), data(20)])
+
+
+@pytest.mark.parametrize("make", [Sounds, RECURRENT["LSTM"], Attention], ids=["sounds", "LSTM", "attention"])
+def test_reads_do_not_grow_with_lengths(make: Callable[[], nn.Module]) -> None:
+    model = made(make)
 
     def reads(lengths: list[int]) -> int:
         la, batches = Laplace(model, "classification", "all", "diag"), [data(length) for length in lengths]

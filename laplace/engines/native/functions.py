@@ -23,7 +23,7 @@ from laplace.core.cached import cached_property
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.rules import BatchAxis, RoutedRows, evenly, output_gradients, patches_of
-from laplace.engines.native.steps import CELLS, STEPS, attend, run_cell, run_recurrent, weights_of
+from laplace.engines.native.steps import CELLS, STEPS, Span, attend, run_cell, run_recurrent, weights_of
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.index import IndexBlock
@@ -85,6 +85,7 @@ class LayerCall:
     is_known: bool = True
     # Nodes of the graph that give its results: of the output, or of all products in a recurrence
     nodes: tuple[Any, ...] = ()
+    steps: Span | None = None  # Of a recurrence that was run step by step, the nodes that its length repeats
 
     @property
     def weight_alone(self) -> Tensor | None:
@@ -365,10 +366,12 @@ class Observer(TorchFunctionMode):
             )
 
     def recur(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor]
-    ) -> None:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, products: Sequence[Tensor],
+        span: Span | None,
+    ) -> None:  # fmt: skip
         """Records a product that is repeated step by step, by its inputs `[B, T, I]` and zeros added to its outputs."""
-        self._product("recurrence", x, weight, bias, offsets, steps=[product.grad_fn for product in products])
+        nodes = [product.grad_fn for product in products]
+        self._product("recurrence", x, weight, bias, offsets, nodes=nodes, steps=span)
 
     def _product(
         self,
@@ -379,7 +382,8 @@ class Observer(TorchFunctionMode):
         z: Tensor,
         *,
         stored_by_input: bool = False,
-        steps: Sequence[Any] = (),
+        nodes: Sequence[Any] = (),
+        steps: Span | None = None,
     ) -> None:
         roles: dict[str, str] = {}
         rows: dict[str, tuple[int, int]] = {}
@@ -403,7 +407,7 @@ class Observer(TorchFunctionMode):
         else:  # parts of different sizes share no output side
             together = [{tensor: role} for tensor, role in roles.items()]
         for some in together:
-            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z, [x], steps)
+            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z, [x], nodes, steps)
 
     def _convolution(
         self,
@@ -486,10 +490,13 @@ class Observer(TorchFunctionMode):
         call = SpreadCall(name, {operand.name: "operand"}, operand, result.shape, factor, sign, self.keep_graph)
         self._record(call, torch.empty((*result.shape[:1], 0), device=result.device), result, data)
 
-    def _record(self, call: FunctionCall, x: Tensor, z: Tensor, data: list[Tensor], steps: Sequence[Any] = ()) -> None:
+    def _record(
+        self, call: FunctionCall, x: Tensor, z: Tensor, data: list[Tensor], nodes: Sequence[Any] = (),
+        steps: Span | None = None,
+    ) -> None:  # fmt: skip
         if z.requires_grad:
             fed, edge = tuple(tensor.grad_fn for tensor in data), get_gradient_edge(z)
-            self.calls.append(LayerCall(call, x, edge, z.shape, fed, nodes=tuple(steps) or (edge.node,)))
+            self.calls.append(LayerCall(call, x, edge, z.shape, fed, nodes=tuple(nodes) or (edge.node,), steps=steps))
 
 
 def _per_dimension(setting: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:

@@ -259,6 +259,10 @@ _ALONG = ("Cat", "Select", "Slice", "Split", "Stack", "Unbind", "Unfold", "Unsaf
 """Beginnings of the names of operations that pick or join along one dimension."""
 
 
+_REDUCING = ("MeanBackward1", "SumBackward1")
+"""Beginnings of the names of operations that leave one number of a dimension, or of several."""
+
+
 def _outer_after(node: Node, outer: int, shapes: Sequence[tuple[int, ...]], n_data: int) -> int | None:
     """How many times the data stand in a result, one after the other; None if they may have met.
 
@@ -294,9 +298,14 @@ def _outer_after(node: Node, outer: int, shapes: Sequence[tuple[int, ...]], n_da
         return prod(results[0][: order.index(dim)])
     if name.startswith("Permute"):
         return prod(results[0][: [_wrapped(d, len(order) - 1) for d in node._saved_dims].index(dim)])
+    if name.startswith(_REDUCING):
+        summed = {_wrapped(d, len(order) - 1) for d in node._saved_dim or order}
+        return None if dim in summed else prod(n for d, n in enumerate(shape[:dim]) if d not in summed)
     if name.startswith(_ALONG):
         along = _wrapped(node._saved_dimension if name.startswith("Unfold") else node._saved_dim, len(order) - 1)
-        if along == dim or (along < dim and name.startswith(("Stack", "Unfold"))):
+        if along <= dim and name.startswith("Stack"):  # a new dimension before that of the data
+            return prod(results[0][: dim + 1])
+        if along == dim or (along < dim and name.startswith("Unfold")):
             return None
         gone = along < dim and name.startswith(("Select", "Unbind"))
         return prod(results[0][: dim - gone])

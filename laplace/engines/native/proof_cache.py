@@ -173,7 +173,7 @@ def _record(problem: Problem, capture: Capture, x: Inputs) -> _Record | None:
         return None
     sizes = _Sizes()
     leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
-    graph = _graph(capture.f, leaves, sizes)
+    graph = _graph(capture, leaves, sizes)
     if graph is None:
         return None
     calls = tuple(
@@ -188,21 +188,34 @@ def _record(problem: Problem, capture: Capture, x: Inputs) -> _Record | None:
     return _Record((inputs, calls, outputs, graph), tuple(sizes), len(capture.f))
 
 
-def _graph(f: Tensor, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[Hashable, ...] | None:
-    """A record of every node of the graph of f; None if a user's function is among them."""
-    nodes: list[Any] = [f.grad_fn]
-    number = {f.grad_fn: 0}
+def _graph(capture: Capture, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[Hashable, ...] | None:
+    """A record of every node of the graph of f; None if a user's function is among them.
+
+    The steps of a recurrence that the library ran by itself (`steps.run_recurrent`) are one node of it, however many
+    they are.
+    """
+    start = capture.f.grad_fn
+    if start is None:
+        return None
+    homes = _recurrences(capture)
+    nodes: list[Any] = [homes.get(start, start)]
+    number = {nodes[0]: 0}
     record: list[Hashable] = []
     for node in nodes:  # which grow on the way
+        following: list[Hashable] = []
+        for after, index in node.next_functions:
+            home = homes.get(after, after)
+            if home is not None and home not in number:
+                number[home] = len(nodes)
+                nodes.append(home)
+            place = (home.place(after), sizes.out_of(after._input_metadata[index].shape)) if home is not after else ()
+            following.append((None if home is None else number[home], index, place))
+        if isinstance(node, _Recurrence):
+            record.append((node.names, tuple(following)))
+            continue
         outputs = getattr(node, "_input_metadata", None)  # which not every version of PyTorch shows
         if outputs is None or isinstance(node, BackwardCFunction):
             return None
-        following: list[Hashable] = []
-        for after, index in node.next_functions:
-            if after is not None and after not in number:
-                number[after] = len(nodes)
-                nodes.append(after)
-            following.append((None if after is None else number[after], index))
         name = node.name()
         try:
             settings = _settings(node, name, sizes)
@@ -214,6 +227,40 @@ def _graph(f: Tensor, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[Hashabl
         shapes = [sizes.out_of(output.shape) for output in outputs]
         record.append((name, leaf, tuple(shapes), tuple(settings), tuple(following)))
     return tuple(record)
+
+
+class _Recurrence:
+    """The nodes of all steps of a recurrence, as one.
+
+    Its last step comes first, so that what all steps read, and what the first one does besides, is met in an order that
+    their number does not change.
+    """
+
+    def __init__(self, nodes: Iterable[Any]) -> None:
+        self._own = {node: place for place, node in enumerate(sorted(nodes, key=_made, reverse=True))}
+        self.names = frozenset(node.name() for node in self._own)
+        outside = (edge for node in self._own for edge in node.next_functions if edge[0] not in self._own)
+        self.next_functions = tuple(dict.fromkeys(outside))
+
+    def place(self, node: Any) -> int:
+        """Place of a node that is read from outside, counted from the last: results and states are made at the end."""
+        return self._own[node]
+
+
+def _recurrences(capture: Capture) -> dict[Any, _Recurrence]:
+    """The recurrence that every node of one belongs to."""
+    spans = {call.steps for call in capture.calls if call.steps is not None}
+    every = list(capture.graph) if spans else []
+    homes: dict[Any, _Recurrence] = {}
+    for first, last in spans:
+        own = [node for node in every if first <= _made(node) <= last]
+        homes |= dict.fromkeys(own, _Recurrence(own))
+    return homes
+
+
+def _made(node: Any) -> int:
+    """Number of a node in the order in which they were made; leaves have the largest."""
+    return node._sequence_nr()
 
 
 def _settings(node: Any, name: str, sizes: _Sizes) -> list[Hashable]:

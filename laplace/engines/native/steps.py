@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Recur = Callable[[Tensor, Tensor, Tensor | None, Tensor, list[Tensor]], None]
+Span = tuple[int, int]
+"""Numbers of the first and the last node of autograd's graph, in the order in which they were made."""
+
+Recur = Callable[[Tensor, Tensor, Tensor | None, Tensor, list[Tensor], "Span | None"], None]
 State = tuple[Tensor, ...]
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -87,7 +90,7 @@ def _one_way(
         offsets.requires_grad_()
         shifts = None if shifts is None else shifts.requires_grad_()
     order = range(x.shape[1] - 1, -1, -1) if backwards else range(x.shape[1])
-    inputs, added, shifted = given.unbind(1), offsets.unbind(1), None if shifts is None else shifts.unbind(1)
+    added, inputs, shifted = offsets.unbind(1), given.unbind(1), None if shifts is None else shifts.unbind(1)
     products: list[Tensor] = []
     projections: list[Tensor] = []
     before: dict[int, Tensor] = {}
@@ -102,11 +105,22 @@ def _one_way(
             projections.append(F.linear(state[0], projection))
             state = (projections[-1] + shifted[t], *state[1:])
         after[t] = state[0]
+    outputs = _in_order(after)
     if recur is not None:
-        recur(_in_order(before), weights[1], biases[1], offsets, products)
-    if recur is not None and projection is not None and shifts is not None:
-        recur(_in_order(unprojected), projection, None, shifts, projections)
-    return _in_order(after), state
+        span = _span(added[0], outputs)
+        recur(_in_order(before), weights[1], biases[1], offsets, products, span)
+        if projection is not None and shifts is not None:
+            recur(_in_order(unprojected), projection, None, shifts, projections, span)
+    return outputs, state
+
+
+def _span(first: Tensor, last: Tensor) -> Span | None:
+    """The nodes from that of one result to that of another; None where PyTorch does not number them."""
+    ends = first.grad_fn, last.grad_fn
+    if not all(hasattr(node, "_sequence_nr") for node in ends):
+        return None
+    start, stop = (node._sequence_nr() for node in ends)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    return start, stop
 
 
 def _in_order(steps: dict[int, Tensor]) -> Tensor:
