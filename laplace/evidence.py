@@ -49,6 +49,14 @@ class Evidence:
     options: dict[str, Any]
     kept: Kept = field(default_factory=Kept)
 
+    @property
+    def asked_alone(self) -> Evidence:
+        """The same without what former questions kept, where terms are computed in few operations but not read.
+
+        A write through `.data` to what they are computed of is then seen.
+        """
+        return replace(self, kept=Kept()) if operations_are_dear(self.prior.precision.device) else self
+
     def constant(self) -> Evidence:
         """The same at hyper-parameters without a graph."""
         prior = replace(self.prior, precision=self.prior.precision.detach(), mean=self.prior.mean.detach())
@@ -102,7 +110,8 @@ class Evidence:
         prior = self.prior
         if not prior.is_constant_per_tensor:
             return prior.squares(self.mean)
-        given = (self.mean, prior.mean, prior.precision.shape)
+        is_cheap = prior.mean.numel() == 1 and not operations_are_dear(prior.mean.device)
+        given = (self.mean, prior.mean, prior.precision.shape, str(prior.mean.item()) if is_cheap else "")
         return self.kept.computed("squares", given, lambda: prior.squares(self.mean))
 
     @property

@@ -641,7 +641,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
         other = {name: value for name, value in given.items() if value is not None}
         if not other:
-            return with_users_values(self, self._posterior).evidence
+            return with_users_values(self, self._posterior).evidence.asked_alone
         with self.holding(self._posterior.at_hyperparameters(replace(self._posterior.hypers, **other))):
             return self.evidence()
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
+from laplace.core import pieces
 from laplace.core.hyperparameters import GaussianPrior
 from tests import grid
 from tests.reference.compare import assert_close
@@ -122,8 +123,23 @@ def _second(la: ParametricLaplace, delta: Tensor) -> Tensor:
     return torch.autograd.grad(slope, leaf)[0].view(())
 
 
-def test_a_noise_that_was_written_through_data_is_seen() -> None:
-    la, same = (grid.fitted("all", "kron", "regression", sigma_noise=torch.tensor(noise)) for noise in (0.5, 0.9))
-    la.log_marginal_likelihood()
+@pytest.mark.parametrize("device", ["cheap operations", "dear operations"])
+def test_what_was_written_through_data_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By evidences and by searches: what a search keeps is its own."""
+    if device == "dear operations":
+        monkeypatch.setattr(pieces, "_CHEAP", frozenset({"meta"}))
+
+    def fitted(noise: float, mean: float) -> ParametricLaplace:
+        hypers = {"sigma_noise": torch.tensor(noise), "prior_mean": torch.tensor(mean)}
+        return grid.fitted("all", "kron", "regression", **hypers)
+
+    la, same = fitted(0.5, 0.0), fitted(0.9, 0.1)
+    delta = la.prior_precision.clone()
+    la.optimize_prior_precision(n_steps=3)
+    la.log_marginal_likelihood(delta)
     la.sigma_noise.data.fill_(0.9)
+    la.prior_mean.data.fill_(0.1)
     assert torch.equal(la.log_marginal_likelihood(), same.log_marginal_likelihood())
+    for posterior in (la, same):
+        posterior.optimize_prior_precision(n_steps=3)
+    assert torch.equal(la.prior_precision, same.prior_precision)

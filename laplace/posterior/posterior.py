@@ -281,7 +281,7 @@ class Cache:
         noise_seen: Whether a noise of 1 has been compared with the residuals.
         gradient_seen: Whether inputs that require a gradient have been warned of.
         predictive: The last calibration, and the posterior that it makes of this one; or None.
-        kept: Terms of the evidence that do not depend on the prior precision, for a search over it.
+        kept: Terms of the evidence that do not depend on the prior precision, for one search over it.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core import eigen
 from laplace.core.batch import Inputs
+from laplace.core.cached import Kept
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
@@ -59,6 +60,9 @@ class EvidenceObjective(Objective):
 
     def __post_init__(self) -> None:
         require_same_data([posterior.fit.n_data for posterior in self.group.posteriors])
+        for posterior in self.group.posteriors:
+            if operations_are_dear(posterior.hypers.device):
+                posterior.cache.kept = Kept()  # of this search: nobody writes to hyper-parameters while it runs
 
     def gradient(self, coordinates: Coordinates, logs: Tensor) -> tuple[Tensor, Tensor]:
         with autograd_mode(), torch.enable_grad():
