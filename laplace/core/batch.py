@@ -244,25 +244,32 @@ def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, A
         return new
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; nobody waits for the copy of pinned memory, which a loader fills for that purpose."""
+    if tensor.device == device:
+        return tensor
+    return tensor.to(device, non_blocking=device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned())
+
+
 def to_device(x: Inputs, device: torch.device) -> Inputs:
     """Inputs with every tensor on `device`; objects that hold none are asked by their own `to`, if they have one."""
 
-    def moved(part: Any) -> Any:
+    def on_device(part: Any) -> Any:
         if isinstance(part, Tensor):
             if part.is_meta:
                 raise InvalidData(
                     "the inputs are on the meta device, which holds no numbers; give tensors that hold some."
                 )
-            return part.to(device)
+            return moved(part, device)
         if tensors(part) and not isinstance(part, tuple | list):
-            return _mapped(part, moved)
+            return _mapped(part, on_device)
         own = None if isinstance(part, nn.Module) else getattr(part, "to", None)
         if not callable(own):
             return part
         there = own(device)
         return part if there is None else there  # of one that moves itself
 
-    return _mapped(x, moved) if isinstance(x, tuple | list) or tensors(x) else moved(x)
+    return _mapped(x, on_device) if isinstance(x, tuple | list) or tensors(x) else on_device(x)
 
 
 def size(x: Inputs, dict_key_x: str) -> int:

@@ -363,7 +363,7 @@ def _begin_reading(
         return None
     with named("batch 0"):
         x, y = batches.split(head, dict_key_y)
-        return batches.to_device(x, device), y.to(device), _WithFirstBatch(loader, head, iterator)
+        return batches.to_device(x, device), batches.moved(y, device), _WithFirstBatch(loader, head, iterator)
 
 
 class _WithFirstBatch:

@@ -93,9 +93,9 @@ def weighted(
     keep, weights = None if all_count else batches.counting(y, rules.ignore_index), None
     if keep is not None and keep.device != device:  # labels of the host, of which nobody waits for an answer
         keep = None if bool(keep.all()) else keep.to(device)
-    x, y = batches.to_device(x, device), y.to(device)
+    x, y = batches.to_device(x, device), batches.moved(y, device)
     if isinstance(batch, batches.WeightedBatch):
-        weights = batch.weigh().to(device)
+        weights = batches.moved(batch.weigh(), device)
         counts = (weights > 0).flatten(1).any(1) if weights.ndim > 1 else weights > 0
         keep = counts if keep is None else keep & counts
     if keep is None or is_true(keep.all()):

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from laplace import Laplace
+from laplace.core import batch as batches
 from laplace.errors import InvalidData, LaplaceError
+from laplace.network import next_token
 from tests import grid
 from tests.reference.compare import assert_close
 
@@ -446,3 +449,26 @@ def test_one_datum(weights: str, structure: str) -> None:
     mean, covariance = one(X[:1], joint=True)
     assert (mean.shape, covariance.shape) == ((1,), (1, 1))
     assert one.functional_samples(X[:1], n_samples=2, joint=True).shape == (2, 1, 1)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_nobody_waits_for_the_copy_of_pinned_memory(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, whatever holds them, and targets; what is there already is not copied."""
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: pinned)
+    copies: list[bool] = []
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.to:
+                copies.append(bool((kwargs or {}).get("non_blocking")))
+            return func(*args, **(kwargs or {}))
+
+    card, x, y = torch.device("meta"), torch.ones(3, 2), torch.tensor([0, 1, 0])
+    rules = grid.fitted("all", "diag", "classification").snapshot().engine.target_rules
+    with Copies():
+        batches.to_device({"x": x, "mask": x}, card)
+        next_token.weighted((x, y), "labels", card, rules, nn.Linear(2, 2), all_count=True)
+    assert copies == [pinned] * 4
+    with Copies():
+        batches.to_device(x, torch.device("cpu"))
+    assert len(copies) == 4
