@@ -31,13 +31,13 @@ _CACHED_BYTES = 2**21
 """Bytes of rows that a CPU widens at once: they stay in its cache, and the next ones take the same memory."""
 
 
-def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
-    """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Adds xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
     step = width if operations_are_dear(x.device) else _block(width)
     for start in range(0, width, step):
         rows = x[:, start : start + step]
-        total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:], alpha=sign)
+        total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:])
 
 
 def _block(width: int) -> int:

@@ -202,10 +202,7 @@ class IndependentPrecision(DualPrecision):
         return centred_variance_of_independent(self.variance(jacobian, "diagonal"))
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
-        raise self._no_weights()
-
-    def _no_weights(self) -> UnsupportedError:
-        return UnsupportedError(
+        raise UnsupportedError(
             "independent_outputs=True makes a Gaussian process of every output, to which no Gaussian over weights "
             "belongs: there are no weights to sample, and no gradients of validation losses (use method='grid' or "
             "'gridsearch'). Use independent_outputs=False for these."

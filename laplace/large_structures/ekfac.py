@@ -44,10 +44,11 @@ from laplace.structures.spectra import BlockSpectrum, Spectra, diag_spectrum, va
 class Correction(DataPass):
     """The last reading of a structure whose bases are known by then."""
 
-    def __init__(self, engine: CurvatureEngine, bases: Bases, corrected: Tensor | None = None) -> None:
+    def __init__(self, engine: CurvatureEngine, bases: Bases) -> None:
         self.engine = engine  # Computes the numbers of a batch
         self.bases = bases  # U of every tensor
-        self.corrected = corrected  # The sum so far, `[E, n]` for n vectors of all bases; None before the first batch
+        # The sum so far, `[E, n]` for n vectors of all bases; None before the first batch
+        self.corrected: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         # An eigenvalue of zero is known to the rounding of the largest one, as in the factors.
@@ -255,22 +256,15 @@ class _Factors(SumPass[KronCurvature]):
 
     def finish(self) -> DataPass:
         kron = self._read().kept()
-        return _DiagonalInEigenbases(
-            self.engine, KronCurvature(kron.parts), eigenbases(kron)
-        )  # without its decomposition
+        parts = KronCurvature(kron.parts)  # without its decomposition
+        return _DiagonalInEigenbases(self.engine, parts, eigenbases(kron))
 
 
 class _DiagonalInEigenbases(Correction):
     """The second reading: the diagonal in the eigenbases."""
 
-    def __init__(
-        self,
-        engine: CurvatureEngine,
-        kron: KronCurvature,
-        bases: tuple[BlockSpectrum, ...],
-        corrected: Tensor | None = None,
-    ) -> None:
-        super().__init__(engine, bases, corrected)
+    def __init__(self, engine: CurvatureEngine, kron: KronCurvature, bases: tuple[BlockSpectrum, ...]) -> None:
+        super().__init__(engine, bases)
         self.kron, self.eigenbases = kron, bases
 
     def finish(self) -> Curvature:

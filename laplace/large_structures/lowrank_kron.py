@@ -764,10 +764,8 @@ class _ProbePass(DataPass):
 class _ExactDiagonal(Correction):
     """The third reading: the exact diagonal in the candidates."""
 
-    def __init__(
-        self, engine: CurvatureEngine, curvature: LowRankKronCurvature, corrected: Tensor | None = None
-    ) -> None:
-        super().__init__(engine, curvature.grids, corrected)
+    def __init__(self, engine: CurvatureEngine, curvature: LowRankKronCurvature) -> None:
+        super().__init__(engine, curvature.grids)
         self.curvature = curvature  # That of the first two readings
 
     def finish(self) -> Curvature:

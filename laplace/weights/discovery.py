@@ -43,13 +43,12 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose only tensor is a matrix that they read rows of."""
 
 
-def require_linear(model: nn.Module, name: str, candidates: list[str] | None = None) -> str:
+def require_linear(model: nn.Module, name: str) -> str:
     """The first name of the linear layer of the model that has this one, see `is_linear`.
 
     Args:
         model: The network.
         name: One of the layer's names.
-        candidates: Names of layers that an error may advise; None for the model's linear layers.
 
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
@@ -61,10 +60,10 @@ def require_linear(model: nn.Module, name: str, candidates: list[str] | None = N
     if is_linear(layer):
         return next(first for first, module in modules.items() if module is layer)
     what = "not a module of this model" if layer is None else f"of type {type(layer).__name__}"
-    raise _not_linear(name, what, [key for key, m in modules.items() if is_linear(m)], candidates)
+    raise _not_linear(name, what, [key for key, m in modules.items() if is_linear(m)])
 
 
-def _not_linear(name: str, what: str, linear: list[str], heads: list[str] | None) -> InvalidArgument:
+def _not_linear(name: str, what: str, linear: list[str], heads: list[str] | None = None) -> InvalidArgument:
     """The error of a last layer that is none; of `heads`, where they are known, those alone are advised."""
     named = linear if heads is None else [head for head in heads if head in linear and head != name]
     remedy = f"Pass last_layer_name= with the name of one that the model calls last; it has {named[-5:]}."
