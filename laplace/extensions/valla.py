@@ -47,7 +47,7 @@ from laplace.function_space.posteriors import BaseFunctionalLaplace, held_out_nl
 from laplace.gp.reading import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.large_structures.dual import JointPrecision, ProjectedScan
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.precision import Precision
 
 
@@ -274,9 +274,6 @@ class BoundPass(ObservingPass):
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
         return uncounted(y)
-
-    def sums(self) -> dict[str, Tensor]:
-        return those_known(losses=self.losses, second=self.second, total=self.total)
 
     def finish(self) -> VariationalCurvature:
         if self.second is None or self.total is None:

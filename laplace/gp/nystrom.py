@@ -29,7 +29,7 @@ from laplace.gp.subset import Pool, make_score
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.large_structures import subspace
 from laplace.large_structures.dual import ProjectedScan, SplitPrior, pulled
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.precision import Form, Precision
 
 # Posterior precisions in the span of a few directions.
@@ -294,9 +294,6 @@ class GramPass(ObservingPass):
         if self.watch is not None and self.watch.is_due(self.batches):
             self.watch.record(self.engine, self._curvature(), self.seen)
         return uncounted(y, self.n_outputs)
-
-    def sums(self) -> dict[str, Tensor]:
-        return those_known(losses=self.losses, gram=self.gram)
 
     def finish(self) -> NystromCurvature:
         curvature = self._curvature()

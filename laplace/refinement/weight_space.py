@@ -19,7 +19,7 @@ from laplace.engines.native.products import GraphMap, HeadMap
 from laplace.errors import InvalidData
 from laplace.fitting.fit import FitOptions, sum_data
 from laplace.jacobian.jacobian import Jacobian
-from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
@@ -132,11 +132,12 @@ class LinearData:
 
 
 @dataclass(frozen=True, eq=False)
-class Shifted(Likelihood):
+class Shifted(NoiseFreeLikelihood):
     """p(y | f + shift), in expectation over a Gaussian around f + shift, with shift and root packed into the targets.
 
     It makes an engine compute, in any structure, Σ Jᵀ Λ(f_lin) J with Λ at the outputs of the linearised network
-    instead of at f(x, θ*).
+    instead of at f(x, θ*). Engines ask it for losses and
+    derivatives; noise and predictions are asked of `base`.
     """
 
     base: Likelihood  # p(y | f)
@@ -198,22 +199,8 @@ class Shifted(Likelihood):
     ) -> Tensor:
         return self.base.sample_gradients(f, None, n_samples, generator)
 
-    def log_likelihood(
-        self, loss_terms: Tensor, n_data: float | Tensor, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
-    ) -> Tensor:
-        return self.base.log_likelihood(loss_terms, n_data, n_outputs, sigma_noise, temperature)
-
-    def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
-        return self.base.curvature_scale(kind, sigma_noise, temperature)
-
     def inverse_link(self, f: Tensor) -> Tensor:
         return self.base.inverse_link(f)
-
-    def predict(
-        self, mean: Tensor, covariance: Tensor, link: str, n_samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        return self.base.predict(mean, covariance, link, n_samples, generator)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         return self.base.predictive_nll(prediction, variance, y, sigma_noise)

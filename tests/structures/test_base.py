@@ -102,23 +102,6 @@ def test_what_chooses_among_the_data_is_no_sum() -> None:
             la.structure.first_pass(la.engine, la.structure_options).sums()
 
 
-def test_sums_in_the_span_of_given_directions() -> None:
-    """Of the second reading of a Nyström approximation; the first one chooses."""
-    torch.manual_seed(0)
-    model, x, y = torch.nn.Linear(3, 2).double(), torch.randn(12, 3).double(), torch.randn(12, 2).double()
-    options = {"functional_approximation": "nystrom", "n_eigenvalues": 3, "subsample_size": 8}
-    la = Laplace(model, "regression", "all", "gp", **options)
-    batches = list(zip(x.split(4), y.split(4), strict=True))
-    la.fit(batches)
-    with torch.no_grad():
-        firsts = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
-        for first in firsts:
-            read(first, batches)
-        passes = [first.finish() for first in firsts]
-        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]]):  # pyright: ignore
-            assert_close(curvature.public(), la.H, "backend")
-
-
 @pytest.mark.parametrize("structure", ["full", *nightly("block")])
 def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str) -> None:
     """Of a network that is large enough for sums by pairs of layers, of which another shard's batches know nothing."""
