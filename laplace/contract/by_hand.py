@@ -6,22 +6,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.compat.kron import Kron, KronDecomposed, block_shape
 from laplace.core import nested
 from laplace.core.batch import Inputs
+from laplace.core.overrides import described
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import ASSIGNED, KronParts, n_entries
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.structures.base import Curvature
 from laplace.weights.problem import ParameterSlice, Problem
-
-if TYPE_CHECKING:
-    from laplace.compat.kron import Kron, KronDecomposed
 
 _ROWS = 1024
 """Rows of a matrix that are compared with columns at once."""
@@ -82,13 +81,9 @@ class KronByHand(ByHand):
     """Kronecker factors per tensor, a `Kron`, or their eigendecompositions, a `KronDecomposed`."""
 
     def zeros(self, problem: Problem, like: Tensor) -> Kron:
-        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
-
         return Kron([_zero_block(slot, like) for slot in problem.slots])
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
-        from laplace.compat.kron import Kron  # legacy values are imported by those who use them
-
         if engine.likelihood.weighs_targets:
             raise UnsupportedError(
                 "class_weight= with Kronecker factors by hand, of which a batch's share is its number of data: call "
@@ -103,13 +98,11 @@ class KronByHand(ByHand):
         return summary, Kron(parts.shared(len(y) / n_data, engine.dtype))
 
     def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
-        from laplace.compat.kron import Kron, KronDecomposed  # legacy values are imported by those who use them
-
         if isinstance(H, KronDecomposed):
             return self._checked_eigen(H, problem, like, options)
         if not isinstance(H, Kron):
             raise InvalidArgument(
-                f"H is {_described(H)}; it must be a Kron or a KronDecomposed of laplace.utils, with one block for "
+                f"H is {described(H)}; it must be a Kron or a KronDecomposed of laplace.utils, with one block for "
                 f"each of the {len(problem.slots)} parameter tensors."
             )
         blocks = [[_moved(factor, like) for factor in block] for block in H.kfacs]
@@ -124,8 +117,6 @@ class KronByHand(ByHand):
     def _checked_eigen(
         self, H: KronDecomposed, problem: Problem, like: Tensor, options: Mapping[str, Any]
     ) -> KronDecomposed:
-        from laplace.compat.kron import KronDecomposed  # legacy values are imported by those who use them
-
         if bool((H.deltas != 0).any()):
             raise InvalidArgument(
                 "H is a KronDecomposed with deltas that are not zero: these are a prior, which belongs into "
@@ -147,8 +138,6 @@ class KronByHand(ByHand):
         return KronDecomposed(vectors, values, H.deltas.to(like), H.damping)
 
     def state(self, H: Kron | KronDecomposed, n_data: float) -> dict[str, Any]:
-        from laplace.compat.kron import KronDecomposed  # legacy values are imported by those who use them
-
         if isinstance(H, KronDecomposed):
             pairs = zip(H.eigenvectors, H.eigenvalues, strict=True)
             copies = [[_product(*pair).clone() for pair in zip(*block, strict=True)] for block in pairs]
@@ -236,10 +225,6 @@ def _zero_block(slot: ParameterSlice, like: Tensor) -> list[Tensor]:
 # Checks.
 
 
-def _described(H: Any) -> str:
-    return f"a tensor of shape {list(H.shape)}" if isinstance(H, Tensor) else f"a {type(H).__name__}"
-
-
 def _moved(factor: Tensor, like: Tensor) -> Tensor:
     return factor.detach().to(like) if factor.requires_grad else factor.to(like)
 
@@ -247,7 +232,7 @@ def _moved(factor: Tensor, like: Tensor) -> Tensor:
 def _tensor(H: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """H as a tensor of this shape, finite, without a graph."""
     if not isinstance(H, Tensor) or tuple(H.shape) != shape or H.is_complex():
-        raise InvalidArgument(f"H is {_described(H)}; it must be a real tensor of shape {list(shape)}.")
+        raise InvalidArgument(f"H is {described(H)}; it must be a real tensor of shape {list(shape)}.")
     values = _moved(H, like)
     _require_finite(values)
     return values
@@ -287,8 +272,6 @@ def _require_squares(values: Tensor, options: Mapping[str, Any]) -> None:
 
 def _require_blocks(blocks: Sequence[Sequence[Tensor]], slots: Sequence[ParameterSlice]) -> None:
     """Refuses blocks that are not those of the random parameters."""
-    from laplace.compat.kron import block_shape
-
     if len(blocks) != len(slots):
         raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {len(slots)} tensors.")
     for block, slot in zip(blocks, slots, strict=True):

@@ -15,6 +15,7 @@ from laplace.contract.fixed_root import FixedRootPrecision
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.cached import cached_property
+from laplace.core.overrides import described
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Fitted, Posterior
@@ -153,7 +154,7 @@ def _number(name: str, value: Any) -> float:
     single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     number = value.item() if single else value
     if isinstance(number, bool) or not isinstance(number, Real) or not abs(float(number)) < float("inf"):
-        given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) and not single else repr(value)
+        given = described(value) if isinstance(value, Tensor) and not single else repr(value)
         raise InvalidArgument(f"{name} is {given}; it must be a finite number.")
     return int(number) if isinstance(number, Integral) else float(number)
 
@@ -161,10 +162,9 @@ def _number(name: str, value: Any) -> float:
 def checked_tensor(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ...]) -> Tensor:
     """A copy of a tensor that has one of some shapes, and is finite."""
     if not isinstance(value, Tensor) or value.is_complex() or tuple(value.shape) not in shapes:
-        given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         accepted = " or ".join(str(list(shape)) for shape in shapes)
         raise InvalidArgument(
-            f"{name} is {given}; it must be a real tensor {accepted}, with one row for each parameter."
+            f"{name} is {described(value)}; it must be a real tensor {accepted}, with one row for each parameter."
         )
     with torch.inference_mode(False):
         copy = value.detach().to(_like(posterior), copy=True)

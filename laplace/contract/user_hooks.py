@@ -12,9 +12,10 @@ be computed without the override. `with_users_members` finds the members once pe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ from laplace.structures.precision import Form, Precision
 if TYPE_CHECKING:
     from laplace.compat.kron import KronDecomposed
 
+T = TypeVar("T")
+
 
 # The posterior of an object with members of its user.
 
@@ -79,57 +82,45 @@ class UsersPosterior(Posterior):
     def as_user_object(self) -> AbstractContextManager[Any]:
         return self.la.holding(self)
 
+    def _answer(self, question: Callable[[Any], T]) -> T:
+        """What the user's object says while it holds this posterior."""
+        with self.as_user_object() as la:
+            return question(la)
+
     @property
     def mean(self) -> Tensor:
-        if "mean" not in self.users:
-            return super().mean
-        with self.as_user_object() as la:
-            return la.mean
+        return self._answer(lambda la: la.mean) if "mean" in self.users else super().mean
 
     @property
     def sigma_noise(self) -> Tensor:
-        if "sigma_noise" not in self.users:
-            return super().sigma_noise
-        with self.as_user_object() as la:
-            return la.sigma_noise
+        return self._answer(lambda la: la.sigma_noise) if "sigma_noise" in self.users else super().sigma_noise
 
     @property
     def evidence(self) -> Evidence:
-        if not self.overrides(*HYPERPARAMETERS):
-            return super().evidence
-        with self.as_user_object() as la:
-            return la.evidence()
+        return self._answer(lambda la: la.evidence()) if self.overrides(*HYPERPARAMETERS) else super().evidence
 
     def log_evidence(self) -> Tensor:
         if not self.overrides("log_marginal_likelihood", *EVIDENCE):
             return super().log_evidence()
-        with self.as_user_object() as la:
-            return la.log_marginal_likelihood()
+        return self._answer(lambda la: la.log_marginal_likelihood())
 
     def precision(self) -> Precision:
         if not self.overrides("posterior", "posterior_precision", *HYPERPARAMETERS):
             return super().precision()
-        with self.as_user_object() as la:
-            return la.posterior()
+        return self._answer(lambda la: la.posterior())
 
     def precision_before(self, name: str) -> Precision:
-        if not self.overrides(*POSTERIOR):
-            return self.precision()
-        with self.as_user_object() as la:
-            return posterior_before(la, name)
+        return self._answer(lambda la: posterior_before(la, name)) if self.overrides(*POSTERIOR) else self.precision()
 
     def predictive_precision(self) -> Precision:
-        if not self.overrides(*POSTERIOR):
-            return self.precision()
-        with self.as_user_object() as la:
-            return la.predictive_posterior()
+        return self._answer(lambda la: la.predictive_posterior()) if self.overrides(*POSTERIOR) else self.precision()
 
     @property
     def follows_hyperparameters(self) -> bool:
         if not self.overrides(*HYPERPARAMETERS):
             return super().follows_hyperparameters
-        with self.as_user_object() as la:
-            return any(value.requires_grad for value in (la.prior.precision, la.sigma_noise, la.temperature))
+        values = self._answer(lambda la: (la.prior.precision, la.sigma_noise, la.temperature))
+        return any(value.requires_grad for value in values)
 
     @property
     def keeps_graph(self) -> bool:

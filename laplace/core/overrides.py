@@ -269,5 +269,9 @@ def require_shape(la: Any, name: str, value: Any, shape: tuple[int, ...]) -> Ten
 
 def wrong_shape(la: Any, name: str, value: Any, expected: str) -> InvalidArgument:
     """The error of a user's member that gave something else than expected."""
-    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")
+    return InvalidArgument(f"{name} of class {type(la).__name__} gave {described(value)}; it must be {expected}.")
+
+
+def described(value: Any) -> str:
+    """Words for what was given, for messages."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
