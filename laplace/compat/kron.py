@@ -71,15 +71,8 @@ class Kron:
             parameters += model
         kfacs: list[list[Tensor]] = []
         for p in parameters:
-            out, *rest = p.shape or (1,)
-            sizes = [out, math.prod(rest)] if rest else [out]
-            is_vector = [n > _WIDE or (id(p) in embeddings and place == 0) for place, n in enumerate(sizes)]
-            kfacs.append(
-                [
-                    torch.zeros(n if flat else (n, n), device=device or p.device, dtype=dtype or p.dtype)
-                    for n, flat in zip(sizes, is_vector, strict=True)
-                ]
-            )
+            like = torch.empty(0, device=device or p.device, dtype=dtype or p.dtype)
+            kfacs.append(zero_block(p.shape, like, is_table=id(p) in embeddings))
         return cls(kfacs)
 
     def __add__(self, other: Kron) -> Kron:
@@ -401,6 +394,17 @@ def block_shape(block: Block) -> Shape:
         )
     last = block[1].shape[-1] if len(block) == 2 else 1
     return (groups.pop() if groups else 1), block[0].shape[-1], last
+
+
+def zero_block(shape: Sequence[int], like: Tensor, *, is_table: bool = False) -> list[Tensor]:
+    """Zero factors of a tensor: `[n, n]` of a vector, `[out, out]` and `[rest, rest]` of more dimensions.
+
+    The first one of a table, and any that is too wide for a matrix, is a vector `[n]`.
+    """
+    out, *rest = shape or (1,)
+    sizes = [out, math.prod(rest)] if rest else [out]
+    is_vector = [n > _WIDE or (is_table and place == 0) for place, n in enumerate(sizes)]
+    return [like.new_zeros(n if flat else (n, n)) for n, flat in zip(sizes, is_vector, strict=True)]
 
 
 def dense(block: Block) -> Tensor:

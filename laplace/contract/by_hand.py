@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.compat.kron import Kron, KronDecomposed, block_shape
+from laplace.compat.kron import Kron, KronDecomposed, block_shape, zero_block
 from laplace.core import nested
 from laplace.core.batch import Inputs
 from laplace.core.overrides import described
@@ -24,9 +24,6 @@ from laplace.weights.problem import ParameterSlice, Problem
 
 _ROWS = 1024
 """Rows of a matrix that are compared with columns at once."""
-
-_WIDE = 2048
-"""Width above which a Kronecker factor of zeros is a diagonal."""
 
 
 class ByHand(ABC):
@@ -210,16 +207,8 @@ def _of_values(vectors: Tensor) -> tuple[int, ...]:
 
 
 def _zero_block(slot: ParameterSlice, like: Tensor) -> list[Tensor]:
-    """Zero factors of a tensor: `[n, n]` of a vector, `[out, out]` and `[rest, rest]` of more dimensions.
-
-    A zero block gives way to another form when that is added to it: entries of a tensor that are no rows × columns, and
-    factors too wide to be zero matrices, are diagonals here.
-    """
-    out, *rest = slot.shape or (1,)
-    if slot.entries is not None:
-        return [like.new_zeros(slot.size)]
-    sizes = (out, slot.size // out) if rest else (out,)
-    return [like.new_zeros(n) if n > _WIDE else like.new_zeros(n, n) for n in sizes]
+    """Zero factors of a tensor; a diagonal of some of its entries, which gives way to another form that is added."""
+    return zero_block(slot.shape, like) if slot.entries is None else [like.new_zeros(slot.size)]
 
 
 # Checks.

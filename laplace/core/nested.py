@@ -248,13 +248,12 @@ def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> 
 
     What is float64 becomes the widest type of a device that has none.
     """
-    if isinstance(state, Tensor):
-        if not state.is_floating_point():
-            return state.to(device=device)
-        return state.detach().to(device=device, dtype=held_dtype(dtype or state.dtype, device or state.device))
-    if isinstance(state, dict):
-        return {key: move(value, device, dtype) for key, value in state.items()}
-    return [move(value, device, dtype) for value in state] if isinstance(state, list) else state
+
+    def moved(tensor: Tensor) -> Tensor:
+        held = held_dtype(dtype or tensor.dtype, device or tensor.device)
+        return tensor.detach().to(device=device, dtype=held)
+
+    return mapped(state, moved, lambda tensor: tensor.to(device=device))
 
 
 # Short digests of tensors, the same in every process.

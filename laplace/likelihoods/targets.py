@@ -714,13 +714,7 @@ class MomentTarget(SampledTarget):
         if rows.sampled:
             return by_samples
         known = rows.target_moments
-        return Decomposition(
-            known.aleatoric,
-            known.epistemic,
-            by_samples.predictive_entropy,
-            by_samples.expected_entropy,
-            known.mean,
-        )
+        return replace(by_samples, aleatoric=known.aleatoric, epistemic=known.epistemic, mean=known.mean)
 
     def moments_under(self, latent: GaussianOutputs, likelihood: Likelihood) -> TargetMoments:
         return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)
