@@ -94,10 +94,10 @@ class Tunable(ABC):
                     "again."
                 )
             value = value.bound(None)
-        self._take_over(tuple(posterior.calibrated(value) for posterior in posteriors))
+        self._take_over(_calibrated(posteriors, value))
 
     def _undo(self, calibration: Calibration) -> None:
-        if self._calibration is not calibration:
+        if not calibration.is_copy_of(self._calibration):
             raise InvalidArgument("this calibration is not the present one any more; use that of la.calibration.")
         self.calibration = None
 
@@ -212,7 +212,7 @@ class Tunable(ABC):
             else:
                 parts, held_out, why = search.folds_of(group.first, train_loader, folds, generator, progress_bar)
                 chosen = search.calibrate(group, parts, grid, held_out, why)
-        self._take_over(tuple(posterior.calibrated(chosen) for posterior in group.posteriors))
+        self._take_over(_calibrated(group.posteriors, chosen))
         calibration = self.calibration
         return chosen if calibration is None else calibration
 
@@ -455,6 +455,12 @@ def _warn_of_noise(posteriors: PosteriorGroup) -> None:
 
     for posterior in posteriors.posteriors:
         warn_of_default_noise(posterior)
+
+
+def _calibrated(posteriors: Sequence[Posterior], calibration: Calibration | None) -> tuple[Posterior, ...]:
+    """The posteriors with what each of them predicts by."""
+    each = [None] * len(posteriors) if calibration is None else calibration.of_components(len(posteriors))
+    return tuple(posterior.calibrated(own) for posterior, own in zip(posteriors, each, strict=True))
 
 
 _UNUSED = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"

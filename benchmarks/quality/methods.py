@@ -185,8 +185,8 @@ def mixtures(
         (SNAPSHOTS, pool, epochs.count / training.n_epochs, f"{pool.n_components} networks, "),
         (CALIBRATED_ENSEMBLE, five, four, ""),
     ):
-        la.fit(batches(split.train))
-        found = la.calibrate(batches(split.val))
+        la.fit(train := batches(split.train))
+        found = la.calibrate(batches(split.val), train_loader=train)
         yield Column(method, posterior, _of(la), note + in_words(found), more)
 
 

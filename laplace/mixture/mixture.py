@@ -349,8 +349,8 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
 
     @property
     def _calibration(self) -> Calibration | None:
-        stored = [la.snapshot().calibration for la in self.components]
-        return None if None in stored else stored[0]
+        stored = [known for la in self.components if (known := la.snapshot().calibration) is not None]
+        return Calibration.of_mixture(stored) if len(stored) == self.n_components else None
 
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         for la, posterior in zip(self.components, posteriors, strict=True):

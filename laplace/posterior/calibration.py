@@ -8,7 +8,7 @@ the posterior at these hyper-parameters (`Posterior.predictive`); those of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ class Calibration:
             network at θ̂, which is what stays of a refined posterior without its covariance.
         tilt: The width that follows the input, on which the candidates of the table are, which are compared with the
             network of this width; None without it.
+        others: Of a mixture the widths of its other components, each by its own network's inputs, with one c.
         untilted: Why there is none.
     """
 
@@ -79,6 +80,7 @@ class Calibration:
     approximate: str = ""
     reference: str = "network"
     tilt: Tilt | None = None
+    others: tuple[Tilt | None, ...] = ()
     untilted: str = ""
     _content: Content | None = field(default=None, repr=False)  # of validation data, to know them again; in no state
     _undo: Callable[[], None] | None = field(default=None, repr=False)
@@ -107,12 +109,40 @@ class Calibration:
         own = f"the {self.reference} itself" if self.is_network else f"the covariance times {self.scale:.3g}"
         prior = f"prior precision {_number(self.prior_precision)}"
         width = "" if self.tilt is None else f"; {self.tilt.sentence}"
+        width += f" of each of {len(self.others) + 1} networks" * bool(self.others)
         return f"calibrated on {self.held_out}: {own}, {prior}{width}"
 
     def is_of(self, hypers: Hyperparameters) -> bool:
         """True if it was chosen at these prior precisions, noises and temperature."""
         pairs = [(getattr(self.before, name), getattr(hypers, name)) for name in _CHOSEN_AT]
         return all(torch.equal(ours, theirs.detach().to(ours)) for ours, theirs in pairs)
+
+    def of_components(self, count: int) -> tuple[Calibration, ...]:
+        """What each of so many components of a mixture predicts by: the same but for the width, which is its own.
+
+        Raises:
+            InvalidArgument: It has widths of another number of networks.
+        """
+        if self.tilt is None and not any(self.others):
+            return (self,) * count
+        tilts = (self.tilt, *self.others)
+        if len(tilts) != count:
+            raise InvalidArgument(
+                f"this calibration has the width of {len(tilts)} network{'s' * (len(tilts) > 1)}, which follows their "
+                f"inputs, the object has {count}; call la.calibrate."
+            )
+        return (self,) if count == 1 else tuple(replace(self, tilt=tilt, others=()) for tilt in tilts)
+
+    @staticmethod
+    def of_mixture(components: Sequence[Calibration]) -> Calibration:
+        """The one that all components of a mixture predict by."""
+        first = components[0]
+        others = tuple(one.tilt for one in components[1:])
+        return replace(first, others=others) if first.tilt is not None or any(others) else first
+
+    def is_copy_of(self, other: Calibration | None) -> bool:
+        """True if both are of one choice, whichever object or component they belong to."""
+        return other is not None and self.table is other.table
 
     def _vanishing(self) -> float:
         """A scale at which the covariance, at most c / δ where there are no data, is nothing beside 1 and beside σ²."""
@@ -186,13 +216,14 @@ class Calibration:
             network_noise=self.network_noise.to(device=device, dtype=dtype),
             before=self.before.moved(device, dtype),
             tilt=None if self.tilt is None else self.tilt.moved(device, dtype),
+            others=tuple(None if one is None else one.moved(device, dtype) for one in self.others),
         )
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings, from which it is made again."""
         state = self._values() | {"before": self.before.state(), "table": dict(self.table)}
         state["tilt"] = nested.state_of(self.tilt)
-        return {name: value for name, value in state.items() if name not in ("_undo", "_content")}
+        return {name: value for name, value in state.items() if name not in ("others", "_undo", "_content")}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Calibration:

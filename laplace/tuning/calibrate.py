@@ -36,7 +36,7 @@ from laplace.posterior.noise import noise_like, unlike_squares
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt
 from laplace.predictive.latent import recorded_inputs
-from laplace.predictive.prediction import mixed
+from laplace.predictive.prediction import average, mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
 from laplace.tuning import tilting
 from laplace.tuning.candidates import Candidates, MixedCandidates, Predictive
@@ -245,9 +245,10 @@ def calibrate(
         if now.likelihood.has_noise and grid.noise:
             noises, network_noise = _noises(folds, grid, hypers)
             grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
-        tilt, why_none, kept = _tilt(now, folds, grid, network_noise, train_loader)
+        found, why_none, kept = _tilts(now, folds, grid, network_noise, train_loader)
         # Beside the width that was found the network's own, which is that of all inputs but far ones.
-        tilts = (tilt,) if tilt is None or not tilt.width else (tilt, replace(tilt, width=0.0, standard_error=0.0))
+        narrow = tuple(replace(each, width=0.0, standard_error=0.0) for each in found)
+        tilts = (found, narrow) if found and found[0].width else (found,)
         scores = _ScoreDifferences(grid, noises, network_noise, tilts)
         for fold in folds:
             scores.read(fold, kept)
@@ -268,9 +269,8 @@ def calibrate(
     ]
     # A width is worth something under shift, which no held-out datum shows, but not more than this.
     at = int(len(choices) > 1 and choices[1].nll < choices[0].nll - WORTH)
-    tilt, differences, errors, is_better = tilts[at], choices[at].differences, choices[at].errors, choices[at].is_better
-    if at and tilt is not None:
-        tilt = replace(tilt, nll=scores.network_nll)
+    differences, errors, is_better = choices[at].differences, choices[at].errors, choices[at].is_better
+    found = tuple(replace(each, nll=scores.network_nll) for each in tilts[at]) if at else tilts[at]
     i, j, k = choices[at].place
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
         prior_precision = (grid.factors[i] if is_better else _least_change(grid, differences)) * hypers.prior_precision
@@ -297,7 +297,8 @@ def calibrate(
         },
         approximate=approximate,
         reference="refined mean" if is_refined else "network",
-        tilt=tilt,
+        tilt=found[0] if found else None,
+        others=found[1:],
         untilted=why_none,
     )
 
@@ -326,67 +327,79 @@ def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) ->
     return _Choice((i, j, k), is_better, nll + gain, differences, errors)
 
 
-def _tilt(
+def _tilts(
     now: PosteriorGroup,
     folds: Sequence[Fold | LeaveOneOutFold],
     grid: CalibrationGrid,
     sigma: Tensor,
     train_loader: Iterable[Any] | None,
-) -> tuple[Tilt | None, str, list[_HeldOutBatch]]:
-    """The width that follows the input, or why there is none, and all batches, as they were read for it."""
-    posterior = now.first
-    if len(now.posteriors) > 1:
-        return None, "it is of one network, not of a mixture", []
+) -> tuple[tuple[Tilt, ...], str, list[tuple[_HeldOutBatch, ...]]]:
+    """The widths that follow the input, of every network, or why there are none; and every batch as it was read."""
     fold = folds[0]
-    if len(folds) > 1 or fold.group.first is not posterior:
-        return None, "it takes validation data, val_loader=", []
+    if len(folds) > 1 or fold.group.first is not now.first:
+        return (), "it takes validation data, val_loader=", []
+    scored = grid.predictions(fold, sigma)
     if isinstance(fold, LeaveOneOutFold):
-        leverages, why_none = tilting.leverages_of(posterior, fold.data, anew=True)
-    else:
-        leverages, why_none = tilting.leverages_of(posterior, train_loader)
-    if not leverages:
-        return None, why_none, []
-    scored, in_order = grid.predictions(fold, sigma), None
-    summaries, rows, read = scored.parts[0].summaries, tilting.HeldOutRows(), list[_HeldOutBatch]()
-    if isinstance(fold, LeaveOneOutFold):
-        f, y = fold.found.mean.to(sigma), fold.found._targets
-        values = tilting.left_out(posterior, leverages, fold.data)
-        if len(values) != len(f) or bool(values.isnan().all()):
-            return None, "it takes validation data, or twice as many training data as a layer has inputs", []
-        index = torch.arange(len(f), device=f.device)
-        rows = tilting.HeldOutRows([f], [y], [values], [index], [index], len(f))
-        chosen = tilting.choose(summaries, leverages, rows, sigma, caution(len(f)))
-        if isinstance(chosen, str):
-            return None, chosen, []
-        return chosen[0], "", [_HeldOutBatch(y, f, (), values, r=chosen[1][0])]
-    for name, x, y in fold.data.batches(posterior, label="calibrate"):
+        return _left_out_tilt(scored, fold, sigma)
+    if isinstance(train_loader, Iterator) and len(scored.parts) > 1:  # every network reads it
+        train_loader = list(train_loader)
+    members: list[tilting.HeldOutRows] = []
+    for part in scored.parts:
+        layers, why_none = tilting.leverages_of(part.posterior, train_loader)
+        if not layers:
+            return (), why_none, []
+        members.append(tilting.HeldOutRows(part.summaries, layers))
+    read, in_order = list[tuple[_HeldOutBatch, ...]](), list[Tensor]()
+    for name, x, y in fold.data.batches(scored.posterior, label="calibrate"):
         with named(name):
-            batch = _read(scored.parts[0], leverages, x, y)
-            counted = _CountedRows.from_outputs(posterior, batch.f, y, batch.positions)
-            if in_order is None and counted.n_data > 1 and batches.can_split(x, counted.n_data):
+            batch = tuple(_read(part, rows.layers, x, y) for part, rows in zip(scored.parts, members, strict=True))
+            counted = _CountedRows.from_outputs(scored.posterior, batch[0].f, y, batch[0].positions)
+            if not in_order and counted.n_data > 1 and batches.can_split(x, counted.n_data):
                 first = batches.select(x, slice(0, 1), counted.n_data)
-                in_order = tilting.are_in_order(posterior, leverages, batch.leverages, first)
-        rows.outputs.append(batch.f[counted.index])
-        rows.targets.append(counted.y)
-        rows.leverages.append(batch.leverages)
-        rows.index.append(counted.index)
-        rows.inputs.append(rows.n_inputs + counted.inputs)
-        rows.n_inputs += counted.n_data
-        if rows.n_bytes > tilting.MOST_BYTES:
-            return None, f"the held-out outputs are more than {tilting.MOST_BYTES >> 20} MiB", []
+                in_order = [
+                    tilting.are_in_order(part.posterior, rows.layers, one.leverages, first)
+                    for part, rows, one in zip(scored.parts, members, batch, strict=True)
+                ]
+        for rows, one in zip(members, batch, strict=True):
+            rows.add(one.f, one.leverages, counted.index, counted.y, counted.inputs, counted.n_data)
+        if sum(rows.n_bytes for rows in members) > tilting.MOST_BYTES:
+            return (), f"the held-out outputs are more than {tilting.MOST_BYTES >> 20} MiB", []
         read.append(batch)
-    n_data = sum(len(part.unique()) for part in rows.inputs)
+    n_data = sum(len(part.unique()) for part in members[0].inputs)
     if n_data < 2:
-        return None, "there are too few data", []
-    if in_order is not None and not bool(in_order.all()):
-        leverages = tuple(one for one, is_known in zip(leverages, in_order.tolist(), strict=True) if is_known)
-        rows.leverages = [part[:, in_order] for part in rows.leverages]
-        if not leverages:
-            return None, "the inputs of layers are not in the order of the data", []
-    found = tilting.choose(summaries, leverages, rows, sigma, caution(n_data))
+        return (), "there are too few data", []
+    for rows, known in zip(members, in_order, strict=False):
+        rows.keep(known)
+        if not rows.layers:
+            return (), "the inputs of layers are not in the order of the data", []
+    found = tilting.choose(members, scored.weights[:, grid.present], sigma, caution(n_data))
     if isinstance(found, str):
-        return None, found, []
-    return found[0], "", [replace(batch, r=r) for batch, r in zip(read, found[1], strict=True)]
+        return (), found, []
+    distances = zip(*found[1], strict=True)
+    with_r = [
+        tuple(replace(one, r=r) for one, r in zip(batch, each, strict=True))
+        for batch, each in zip(read, distances, strict=True)
+    ]
+    return found[0], "", with_r
+
+
+def _left_out_tilt(
+    scored: MixedCandidates, fold: LeaveOneOutFold, sigma: Tensor
+) -> tuple[tuple[Tilt, ...], str, list[tuple[_HeldOutBatch, ...]]]:
+    """The same of one network by its training data, each against all others."""
+    layers, why_none = tilting.leverages_of(scored.posterior, fold.data, anew=True)
+    if not layers:
+        return (), why_none, []
+    f, y = fold.found.mean.to(sigma), fold.found._targets
+    values = tilting.left_out(scored.posterior, layers, fold.data)
+    if len(values) != len(f) or bool(values.isnan().all()):
+        return (), "it takes validation data, or twice as many training data as a layer has inputs", []
+    rows, index = tilting.HeldOutRows(scored.parts[0].summaries, layers), torch.arange(len(f), device=f.device)
+    rows.add(f, values, index, y, index, len(f))
+    chosen = tilting.choose([rows], scored.weights[:, 0], sigma, caution(len(f)))
+    if isinstance(chosen, str):
+        return (), chosen, []
+    return chosen[0], "", [(_HeldOutBatch(y, f, (), values, r=chosen[1][0][0]),)]
 
 
 def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _HeldOutBatch:
@@ -461,31 +474,41 @@ class _Width:
 
     Args:
         scored: The candidates.
-        tilt: The width.
+        tilts: The width of every component; empty without one.
         means: Means of the outputs of every component, `[R, C]`.
         y: Targets.
-        r: Distances of the inputs, `[R]`; None without a width.
+        distances: r of the inputs of every component, `[R]`; empty without a width.
     """
 
     def __init__(
-        self, scored: MixedCandidates, tilt: Tilt | None, means: list[Tensor], y: Tensor, r: Tensor | None
+        self,
+        scored: MixedCandidates,
+        tilts: tuple[Tilt, ...],
+        means: list[Tensor],
+        y: Tensor,
+        distances: Sequence[Tensor],
     ) -> None:
-        self.scored, self.tilt, self.y, self.r = scored, tilt, y, r
+        self.scored, self.y = scored, y
         self.likelihood = scored.posterior.likelihood
-        self.means = means
-        if tilt is not None and r is not None:
-            self.means = [tilt.mean(self.likelihood, mean, r) for mean in means]
+        self.tilts = list(zip(tilts, distances, strict=True))
+        self.means = (
+            [tilt.mean(self.likelihood, mean, r) for (tilt, r), mean in zip(self.tilts, means, strict=True)]
+            if tilts
+            else means
+        )
 
     def predicted(self, variances: list[Tensor], weights: Tensor) -> Prediction:
         """Of n candidates with covariances `[n, R, …]`, without what a width makes of a noise."""
         return _predicted(self.scored, self.means, variances, weights)
 
-    def losses(self, prediction: Prediction, sigma: Tensor) -> Tensor:
-        """Of n candidates at a noise, `[n, R]`."""
-        if self.tilt is not None and self.r is not None and isinstance(prediction, tuple):
-            own = self.tilt.variance(self.likelihood, sigma, self.r)
-            if own is not None:
-                prediction, sigma = (prediction[0], prediction[1] + own), self.tilt.noise(self.likelihood, sigma)
+    def losses(self, prediction: Prediction, weights: Tensor, sigma: Tensor) -> Tensor:
+        """Of n candidates of components with weights `[K, n]` at a noise, `[n, R]`."""
+        if self.tilts and isinstance(prediction, tuple):
+            own = [tilt.variance(self.likelihood, sigma, r) for tilt, r in self.tilts]
+            each = [variance.unsqueeze(0) for variance in own if variance is not None]
+            if each:
+                prediction = prediction[0], prediction[1] + average(each, weights)
+                sigma = self.tilts[0][0].noise(self.likelihood, sigma)
         return widened(find_score("nll", self.likelihood)(self.likelihood, prediction, self.y, sigma))
 
 
@@ -498,7 +521,7 @@ class _ScoreDifferences:
     """
 
     def __init__(
-        self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor, tilts: Sequence[Tilt | None] = (None,)
+        self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor, tilts: Sequence[tuple[Tilt, ...]] = ((),)
     ) -> None:
         self.grid = grid
         self.tilts = tilts
@@ -512,38 +535,39 @@ class _ScoreDifferences:
         # Of gaps, of their squares, and of their products with the numbers of rows.
         self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, fold: Fold | LeaveOneOutFold, kept: Sequence[_HeldOutBatch] = ()) -> None:
+    def read(self, fold: Fold | LeaveOneOutFold, kept: Sequence[tuple[_HeldOutBatch, ...]] = ()) -> None:
         """Takes in the data of a fold, of which batches may have been read before."""
         scored = self.grid.predictions(fold, self.network_noise)
         if isinstance(fold, LeaveOneOutFold):
             found, like = fold.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
-            r = kept[0].r if kept else None
+            r = [one.r for one in kept[0]] if kept else []
             self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets, r)
-        elif kept and all(batch.latents is not None for batch in kept):
+        elif kept and all(one.latents is not None for batch in kept for one in batch):
             for number, batch in enumerate(kept):
                 with named(f"validation batch {number}"):
-                    self._add(scored, [batch.latents] if batch.latents else [], batch.y, batch.r)
+                    latents = [one.latents for one in batch if one.latents is not None]
+                    self._add(scored, latents, batch[0].y, [one.r for one in batch])
         else:
-            known = chain(kept, repeat(None))
+            known = chain(kept, repeat(()))
             for name, x, y in fold.data.batches(fold.group.first, label="calibrate"):
                 with named(name):
                     latents = [part.latents(x) for part in scored.parts]
-                    self._add(scored, latents, y, self._distance(scored.posterior, x, y, latents[0][0], next(known)))
+                    self._add(scored, latents, y, self._distances(scored, x, y, latents[0][0], next(known)))
 
-    def _distance(
-        self, posterior: Posterior, x: Inputs, y: Tensor, f: Tensor, known: _HeldOutBatch | None
-    ) -> Tensor | None:
+    def _distances(
+        self, scored: MixedCandidates, x: Inputs, y: Tensor, f: Tensor, known: tuple[_HeldOutBatch, ...]
+    ) -> list[Tensor]:
         """r of the rows of a batch, `[R]`: as it was read before, or of a loader that shuffles once more."""
-        tilt = self.tilts[0]
-        if tilt is None:
-            return None
-        if known is not None and known.is_of(f, y):
-            return known.r
-        rows, inputs = layer_inputs(posterior.problem, x, tilt.layers)
-        return tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
+        if known and known[0].is_of(f, y):
+            return [one.r for one in known]
+        found: list[Tensor] = []
+        for tilt, part in zip(self.tilts[0], scored.parts, strict=False):
+            rows, inputs = layer_inputs(part.posterior.problem, x, tilt.layers)
+            found.append(tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values)))
+        return found
 
-    def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Tensor | None = None) -> None:
+    def _add(self, scored: MixedCandidates, latents: Sequence[Latents], y: Tensor, r: Sequence[Tensor] = ()) -> None:
         rows = _CountedRows.from_outputs(scored.posterior, latents[0][0], y, latents[0][2])
         if not len(rows.index):
             return
@@ -555,8 +579,8 @@ class _ScoreDifferences:
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
         score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
-        r = None if r is None else r[rows.index].to(means[0])
-        widths = [_Width(scored, tilt, means, rows.y, r) for tilt in self.tilts]
+        distances = [each[rows.index].to(mean) for each, mean in zip(r, means, strict=False)]
+        widths = [_Width(scored, each, means, rows.y, distances) for each in self.tilts]
         tilted: list[Tensor] = []
         for part in scored.groups(len(latents[0][0])):
             existing = [variance for _, at, _ in latents if (variance := at(part)) is not None]
@@ -568,7 +592,7 @@ class _ScoreDifferences:
                 nothing = [torch.zeros_like(variance[:1]) for variance in variances]
                 network = widened(score(likelihood, _predicted(scored, means, nothing, weights), rows.y, noise)[0])
                 self._network += float(network.sum())
-                tilted = [width.losses(width.predicted(nothing, weights), noise)[0] for width in widths]
+                tilted = [width.losses(width.predicted(nothing, weights), weights, noise)[0] for width in widths]
                 self._tilted = [sum_ + float(new.sum()) for sum_, new in zip(self._tilted, tilted, strict=True)]
             for at in self._scales_at_once(variances):
                 scales = variances[0].new_tensor(self.grid.scales[at])
@@ -577,7 +601,7 @@ class _ScoreDifferences:
                 for t, width in enumerate(widths):
                     prediction = width.predicted(scaled, of_all)
                     for k, sigma in enumerate(self.noises):
-                        values = width.losses(prediction, sigma)
+                        values = width.losses(prediction, of_all, sigma)
                         gaps = torch.zeros(len(values), rows.n_data, dtype=values.dtype, device=values.device)
                         gaps.index_add_(1, rows.inputs, values - tilted[t])
                         sums = torch.stack([gaps.sum(-1), gaps.square().sum(-1), gaps @ counts])

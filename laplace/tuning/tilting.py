@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from laplace.errors import InvalidData
 from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt, applies_to
+from laplace.predictive.prediction import mixed
 from laplace.tuning.candidates import Summaries
 from laplace.tuning.losses import find_score
 
@@ -138,14 +139,31 @@ def left_out(posterior: Posterior, leverages: tuple[Leverage, ...], data: list[A
 
 @dataclass
 class HeldOutRows:
-    """What held-out data say of widths: outputs, targets and leverages of all rows that count."""
+    """What held-out data say of the widths of one network: outputs, targets and leverages of all rows that count."""
 
+    summaries: Summaries
+    layers: tuple[Leverage, ...]  # by which the leverages are
     outputs: list[Tensor] = field(default_factory=list)  # f, `[R, C]`
     targets: list[Tensor] = field(default_factory=list)
     leverages: list[Tensor] = field(default_factory=list)  # of every layer, of all rows of a batch, `[R, L]`
     index: list[Tensor] = field(default_factory=list)  # which of them count
     inputs: list[Tensor] = field(default_factory=list)  # number of the input of every row, `[R]`
     n_inputs: int = 0
+
+    def add(self, f: Tensor, leverages: Tensor, index: Tensor, y: Tensor, inputs: Tensor, n_data: int) -> None:
+        """Takes in a batch of n data: of its rows those with an index count, with targets y, of these inputs."""
+        self.outputs.append(f[index])
+        self.targets.append(y)
+        self.leverages.append(leverages)
+        self.index.append(index)
+        self.inputs.append(self.n_inputs + inputs)
+        self.n_inputs += n_data
+
+    def keep(self, known: Tensor) -> None:
+        """Drops layers, by marks `[L]` of those that stay."""
+        if not bool(known.all()):
+            self.layers = tuple(one for one, stays in zip(self.layers, known.tolist(), strict=True) if stays)
+            self.leverages = [part[:, known] for part in self.leverages]
 
     @property
     def n_bytes(self) -> int:
@@ -183,14 +201,17 @@ def are_in_order(posterior: Posterior, leverages: tuple[Leverage, ...], read: Te
     return torch.isclose(read[: len(alone)], alone, rtol=_SAME, atol=0.0, equal_nan=True).all(0)
 
 
-def choose(
-    summaries: Summaries, leverages: tuple[Leverage, ...], rows: HeldOutRows, sigma: Tensor, n_errors: float
-) -> tuple[Tilt, list[Tensor]] | str:
-    """The widest c whose mean difference from the network, and so many standard errors, is at most 0.
+class _Units(NamedTuple):
+    """Leverages in units in which r is their mean, and r of the held-out data."""
 
-    Leverages, and the inputs by which they were read, are those of the posterior that is to predict, or of one like it.
-    With it r of the rows of every batch, `[R]`; where r does not exist it says why.
-    """
+    leverages: tuple[Leverage, ...]
+    far: float
+    r: Tensor  # of all rows that count
+    of_batches: list[Tensor]  # of the rows of every batch, `[R]`
+
+
+def _in_units(rows: HeldOutRows) -> _Units | str:
+    """Of one network; where r does not exist it says why."""
     values = widened(torch.cat([part[index] for part, index in zip(rows.leverages, rows.index, strict=True)]))
     medians = values.nanmedian(0).values
     usable = medians.isfinite() & (medians > 0)
@@ -202,27 +223,47 @@ def choose(
         return "inputs of layers are NaN or infinite on the held-out data"
     middle = r.median()
     r = r / middle
-    kept = [each for each, use in zip(leverages, usable.tolist(), strict=True) if use]
+    kept = [each for each, use in zip(rows.layers, usable.tolist(), strict=True) if use]
     unit = [float(1 / (median * middle)) for median in medians]
     units = tuple(each.scaled(factor) for each, factor in zip(kept, unit, strict=True))
-    inputs, y, f = torch.cat(rows.inputs), torch.cat(rows.targets), torch.cat(rows.outputs)
-    r = r.to(f)
-    n_data = rows.n_inputs
-    far = FAR * (1 + 4 / math.sqrt(n_data)) * float(r.max())
+    r = r.to(rows.outputs[0])
+    far = FAR * (1 + 4 / math.sqrt(rows.n_inputs)) * float(r.max())
+    return _Units(units, far, r, [(part[:, usable] * values.new_tensor(unit)).nanmean(1) for part in rows.leverages])
+
+
+def choose(
+    members: Sequence[HeldOutRows], weights: Tensor, sigma: Tensor, n_errors: float
+) -> tuple[tuple[Tilt, ...], list[list[Tensor]]] | str:
+    """The widest c whose mean difference from the network, and so many standard errors, is at most 0.
+
+    Of a mixture with weights `[K]` it is one c, of its predictions; every network has its own r. The layers are those
+    of the posteriors that are to predict, or of ones like them.
+
+    Returns:
+        The width of every network, and of its batches r of all rows, `[R]`; where r does not exist why.
+    """
+    measured: list[_Units] = []
+    for rows in members:
+        found = _in_units(rows)
+        if isinstance(found, str):
+            return found
+        measured.append(found)
+    inputs, n_data = torch.cat(members[0].inputs), members[0].n_inputs
     counts = torch.bincount(inputs, minlength=n_data)
     per_input = (counts > 0).sum().item()
 
-    tilts = [Tilt(width, far, units, 0.0, 0.0) for width in (*WIDTHS, 0.0)]
-    scores = _nll(summaries, (None, *tilts), f, r, y, sigma)
+    tilts = [tuple(Tilt(width, one.far, one.leverages, 0.0, 0.0) for one in measured) for width in (*WIDTHS, 0.0)]
+    scores = _nll(members, [one.r for one in measured], ((), *tilts), weights, sigma)
     network = next(scores)
-    for tilt, values in zip(tilts, scores, strict=True):
+    for each, values in zip(tilts, scores, strict=True):
         gaps = torch.zeros(n_data, dtype=wide_dtype(), device=values.device).index_add_(0, inputs, values - network)
         mean = float(gaps.sum() / counts.sum())
         rest = gaps - mean * counts
         error = float(rest.square().sum().mul(per_input / max(1, per_input - 1)).sqrt() / counts.sum())
-        if mean + n_errors * error <= 0 or not tilt.width:
-            found = replace(tilt, nll=float(values.mean()), standard_error=error)
-            return found, [(part[:, usable] * values.new_tensor(unit)).nanmean(1) for part in rows.leverages]
+        if mean + n_errors * error <= 0 or not each[0].width:
+            nll = float(values.mean())
+            chosen = tuple(replace(tilt, nll=nll, standard_error=error) for tilt in each)
+            return chosen, [one.of_batches for one in measured]
     raise AssertionError
 
 
@@ -231,22 +272,39 @@ _AT_ONCE = 2**20
 
 
 def _nll(
-    summaries: Summaries, tilts: Sequence[Tilt | None], f: Tensor, r: Tensor, y: Tensor, sigma: Tensor
+    members: Sequence[HeldOutRows],
+    distances: Sequence[Tensor],
+    tilts: Sequence[tuple[Tilt, ...]],
+    weights: Tensor,
+    sigma: Tensor,
 ) -> Iterator[Tensor]:
-    """−log p(y | x) of every row by the network, at every width, or where there is none without it; float64."""
-    likelihood, n_outputs = summaries.likelihood, f.shape[1]
+    """−log p(y | x) of every row by the networks, at every width, or where there is none without it; float64."""
+    likelihood, y = members[0].summaries.likelihood, torch.cat(members[0].targets)
     score = find_score("nll", likelihood)
+    networks = [
+        GaussianOutputs(f, _no_variance(rows.summaries, f)) for rows in members for f in [torch.cat(rows.outputs)]
+    ]
 
-    def losses(rows: GaussianOutputs, y: Tensor, sigma: Tensor) -> Tensor:
-        return widened(score(likelihood, summaries.of_gaussian(rows.mean, rows.covariance), y, sigma))
+    def latents(k: int, tilt: tuple[Tilt, ...]) -> GaussianOutputs:
+        return tilt[k].gaussian(likelihood, sigma, distances[k], networks[k]) if tilt else networks[k]
 
-    covariance = torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, n_outputs)
-    network = GaussianOutputs(f, covariance)
-    gaussians = (network if tilt is None else tilt.gaussian(likelihood, sigma, r, network) for tilt in tilts)
-    if not likelihood.has_noise and covariance.numel() * len(tilts) <= _AT_ONCE:  # then all share σ
-        each = list(gaussians)
-        rows = GaussianOutputs(torch.cat([one.mean for one in each]), torch.cat([one.covariance for one in each]))
-        yield from losses(rows, y.repeat(len(each), *(1,) * (y.ndim - 1)), sigma).view(len(each), -1)
+    def losses(rows: Sequence[GaussianOutputs], y: Tensor, sigma: Tensor) -> Tensor:
+        each = [one.summaries.of_gaussian(f.mean, f.covariance) for one, f in zip(members, rows, strict=True)]
+        return widened(score(likelihood, mixed(each, weights), y, sigma))
+
+    every = range(len(members))
+    if not likelihood.has_noise and networks[0].covariance.numel() * len(tilts) <= _AT_ONCE:  # then all share σ
+        joined = [_concatenated([latents(k, tilt) for tilt in tilts]) for k in every]
+        yield from losses(joined, y.repeat(len(tilts), *(1,) * (y.ndim - 1)), sigma).view(len(tilts), -1)
         return
-    for tilt, rows in zip(tilts, gaussians, strict=True):
-        yield losses(rows, y, sigma if tilt is None else tilt.noise(likelihood, sigma))
+    for tilt in tilts:
+        noise = tilt[0].noise(likelihood, sigma) if tilt else sigma
+        yield losses([latents(k, tilt) for k in every], y, noise)
+
+
+def _no_variance(summaries: Summaries, f: Tensor) -> Tensor:
+    return torch.zeros_like(f) if summaries.diagonal else f.new_zeros(*f.shape, f.shape[1])
+
+
+def _concatenated(each: Sequence[GaussianOutputs]) -> GaussianOutputs:
+    return GaussianOutputs(torch.cat([one.mean for one in each]), torch.cat([one.covariance for one in each]))

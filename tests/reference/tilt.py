@@ -65,3 +65,20 @@ def widest(losses: dict[float, Tensor], network: Tensor, widths: tuple[float, ..
         if gap.mean() + n_errors * gap.std() / math.sqrt(len(gap)) <= 0:
             return width
     return 0.0
+
+
+def mixed_probabilities(parts: list[tuple[Tensor, Tensor, float]], weights: list[float], width: float) -> Tensor:
+    """Σ_k π_k p_k of networks with logits, r and r_far of their own, and one c."""
+    each = [weight * probabilities(f, r, width, far) for weight, (f, r, far) in zip(weights, parts, strict=True)]
+    return torch.stack(each).sum(0)
+
+
+def mixed_moments(
+    parts: list[tuple[Tensor, Tensor, float]], weights: list[float], sigma: Tensor, width: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and Var[y] of a mixture of regressions, by raw second moments."""
+    means = [f.double() for f, _, _ in parts]
+    seconds = [variance(sigma, r, width, far) + f.double().square() for f, r, far in parts]
+    mean = torch.stack([weight * m for weight, m in zip(weights, means, strict=True)]).sum(0)
+    second = torch.stack([weight * s for weight, s in zip(weights, seconds, strict=True)]).sum(0)
+    return mean, second - mean.square()

@@ -202,9 +202,9 @@ def test_why_there_is_none() -> None:
     val = [data(N_VAL, 1)]
     assert "train_loader=" in fitted("all", "full").calibrate(val).untilted
     assert "train_loader=" in repr(fitted("all", "full").calibrate(val))
-    mixture = MixtureLaplace([Laplace(network(), "classification") for _ in range(2)])
+    mixture = MixtureLaplace([Laplace(network(), "classification", "all", "full") for _ in range(2)])
     mixture.fit([data(N_TRAIN, 0)])
-    assert "mixture" in mixture.calibrate(val).untilted
+    assert "train_loader=" in mixture.calibrate(val).untilted
     la = fitted("last_layer", "kron", "regression")
     assert "val_loader" in la.calibrate(train_loader=[data(N_TRAIN, 0, "regression")]).untilted
 
