@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -52,24 +52,28 @@ def layer_inputs(
     A layer that is called several times has the positions of all calls.
     """
     x = batches.to_device(x, problem.device)
+    with problem.on_private_copy() as own, torch.set_grad_enabled(create_graph):
+        f, inputs = inputs_of(own.module, names, lambda: own.run(own.detached(), x if create_graph else detached(x)))
+    return OutputRows.from_outputs(f.to(torch.promote_types(f.dtype, torch.float32))), inputs
+
+
+def inputs_of(network: nn.Module, names: Sequence[str], run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs `[B, …]` of a call of the network, and the inputs of its layers, as of `layer_inputs`."""
     calls: dict[str, list[Tensor]] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         calls.setdefault(name, []).extend(arg for arg in args[:1] if isinstance(arg, Tensor))
 
-    with problem.on_private_copy() as own, torch.set_grad_enabled(create_graph), ExitStack() as hooks:
-        modules = {name: own.module.get_submodule(name) for name in names}
+    with ExitStack() as hooks:
+        modules = {name: network.get_submodule(name) for name in names}
         for name, module in modules.items():
             hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
-        f = own.run(own.detached(), x if create_graph else detached(x))
-        if not len(f):
-            raise InvalidData("the batch holds no data.")
-        inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
-    outputs = OutputRows.from_outputs(f.to(torch.promote_types(f.dtype, torch.float32)))
+        f = run()
+    if not len(f):
+        raise InvalidData("the batch holds no data.")
+    inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
     known = {name: [part for part in parts if part is not None] for name, parts in inputs.items()}
-    return outputs, {
-        name: torch.cat(parts, 1) for name, parts in known.items() if parts and len(parts) == len(calls[name])
-    }
+    return f, {name: torch.cat(parts, 1) for name, parts in known.items() if parts and len(parts) == len(calls[name])}
 
 
 def in_rows(inputs: dict[str, Tensor], n_rows: int) -> dict[str, Tensor]:

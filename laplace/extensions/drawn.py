@@ -6,6 +6,9 @@
 J(x) P⁻¹ J(x')ᵀ, the joint covariance of the linearised network (Immer et al., 2021; as functions: Magnani et al.,
 2025). J(x) v is the derivative of f in a direction, by forward-mode differentiation beside the forward pass:
 its cost is independent of the number of outputs, and no Jacobian is held. Of a last layer only the head has one.
+
+Under a calibrated width that follows the input the first term is f(x, θ*) / T(x) (`posterior/tilt.py`), for
+the same Gaussian of logits as that of predictions.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +31,18 @@ from torch.overrides import TorchFunctionMode
 from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
-from laplace.core.positions import as_returned
+from laplace.core.positions import as_returned, in_users_layout, rows_of, unrolled
 from laplace.core.random_numbers import check_generator
+from laplace.engines.layer_inputs import in_rows, inputs_of
 from laplace.engines.native.steps import CELLS, run_recurrent, weights_of
 from laplace.errors import InvalidArgument, UnsupportedError, ignore
 from laplace.extensions.asked import Asked, posterior_of
+from laplace.likelihoods.base import Likelihood
 from laplace.mixture.mixture import MixtureLaplace, drawn_components
 from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import model_lock, own_precision
 from laplace.posterior.posterior import Posterior
+from laplace.posterior.tilt import Tilt
 from laplace.predictive.sampled import refuse_refined
 from laplace.weights.problem import Caller
 
@@ -51,19 +59,28 @@ class DrawnFunction(nn.Module):
     It takes the inputs that `la(x)` takes and returns what the network returns, `[B, C]` or outputs at positions. It
     holds a copy of the network as it was at the fit, which all functions of one call share, and weights of its own; so
     it needs neither the posterior nor the network any more. It can be differentiated with respect to x, pickled,
-    passed to `torch.compile(fullgraph=True)` and, for batches of one size, to `torch.export.export`; `export` makes a
-    module for batches of any size. It is always in evaluation mode.
+    passed to `torch.compile(fullgraph=True)` (under a calibrated width: the result of `export`) and, for batches of one
+    size, to `torch.export.export`; `export` makes a module for batches of any size. It is always in evaluation mode.
 
     Args:
         network: How the copied network is called.
         steps: θ_s − θ* of every tensor with random entries, by its name in the network.
         linearised: Whether the network is linearised at θ*.
         tied: Whether a tensor that has several names changes under all of them.
+        width: What a calibrated width makes of the network's logits; None without one.
     """
 
-    def __init__(self, network: Caller, steps: Mapping[str, Tensor], *, linearised: bool, tied: bool) -> None:
+    def __init__(
+        self,
+        network: Caller,
+        steps: Mapping[str, Tensor],
+        *,
+        linearised: bool,
+        tied: bool,
+        width: TemperedLogits | None = None,
+    ) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.width = network, width
         self.linearised, self.tied = linearised, tied
         self._names = tuple(f"module.{name}" for name in steps)
         for i, step in enumerate(steps.values()):
@@ -89,11 +106,19 @@ class DrawnFunction(nn.Module):
         def run(tensors: dict[str, Tensor]) -> Tensor:
             return functional_call(self.network, tensors, (x,), tie_weights=self.tied)
 
+        def read(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            names = () if self.width is None else self.width.tilt.layers
+            return inputs_of(self.network.module, names, partial(run, tensors)) if names else (run(tensors), {})
+
         if not self.linearised:
-            return run({name: weights[name] + steps[name] for name in weights})
+            at_sample = run({name: weights[name] + steps[name] for name in weights})
+            if self.width is None:
+                return at_sample
+            f, inputs = read(weights)
+            return self.width(f, inputs) + (at_sample - f)
         try:
             with sdpa_kernel(SDPBackend.MATH), _ByProducts() if self._by_products else nullcontext():
-                f, moved = jvp(run, (weights,), (steps,))[:2]
+                f, moved, inputs = jvp(read, (weights,), (steps,), has_aux=True)
         except RuntimeError as error:  # of PyTorch's operations without one, or of a user's autograd.Function
             if ran_out(error):
                 raise
@@ -104,7 +129,7 @@ class DrawnFunction(nn.Module):
                 "linearised=False, or subset_of_weights='last_layer'; an autograd.Function of your own needs "
                 "setup_context and jvp."
             ) from error
-        return f + moved
+        return (f if self.width is None else self.width(f, inputs)) + moved
 
     @staticmethod
     def stacked(functions: Sequence[DrawnFunction], x: Inputs) -> Tensor:
@@ -154,6 +179,32 @@ class DrawnFunction(nn.Module):
         return exported(self, example_x, None, {})
 
 
+class TemperedLogits(nn.Module):
+    """The network's logits at the temperature T(x) of a calibrated width, f(x, θ*) / T(x).
+
+    Args:
+        tilt: The width.
+        likelihood: Of the logits.
+        channel_dim: Where the network's outputs have their classes.
+    """
+
+    def __init__(self, tilt: Tilt, likelihood: Likelihood, channel_dim: int) -> None:
+        super().__init__()
+        self.tilt, self.likelihood, self.channel_dim = tilt, likelihood, channel_dim
+        for i, each in enumerate(tilt.leverages):
+            self.register_buffer(f"root_{i}", each.root)
+
+    def forward(self, f: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Of logits as the network returns them, and inputs of its layers."""
+        rows = rows_of(f, self.channel_dim)
+        n_rows = len(rows.values)
+        roots = (getattr(self, f"root_{i}") for i in range(len(self.tilt.leverages)))
+        leverages = tuple(replace(each, root=root) for each, root in zip(self.tilt.leverages, roots, strict=True))
+        r = replace(self.tilt, leverages=leverages).distance(in_rows(inputs, n_rows), n_rows)
+        values = self.tilt.mean(self.likelihood, rows.values, r)
+        return in_users_layout(unrolled(values, rows.positions), self.channel_dim)
+
+
 _WITHOUT_DIRECTION = nn.RNNBase | nn.MultiheadAttention | ParametrizationList
 
 
@@ -181,8 +232,9 @@ def draw(
 
     Each is one function for ever: the same at all inputs and in all calls, smooth in x, and without noise. A call
     costs about three forward passes, whatever the number of outputs; of a last layer one and two products. Of a
-    calibrated posterior they have the covariance that was chosen; a width that follows the input is none of weights,
-    and in `la.functional_samples` alone.
+    calibrated posterior they have the covariance that was chosen, and under a width that follows the input the mean of
+    predictions: logits f(x, θ*) / T(x). In a regression that width is a part of the noise, independent between
+    inputs, which no function has: `la.functional_samples` have it.
 
     Args:
         la: A fitted posterior; or a mixture, of which a component is drawn for every function, by its weight.
@@ -239,6 +291,10 @@ def _draw(
             slot.name: slot.place(part).view(n, *slot.shape).to(problem.tensor(slot.name))
             for slot, part in rows.items()
         }
+        applied, logits = posterior.applied, posterior.likelihood
+        width = None
+        if applied is not None and applied.tilt is not None and not logits.has_noise:
+            width = TemperedLogits(applied.tilt.moved(problem.device, None), logits, problem.channel_dim)
     for name, module in problem.module.named_modules():
         key = f"{name}.weight".lstrip(".")
         if linearised and isinstance(module, nn.Embedding) and module.padding_idx is not None and key in tensors:
@@ -249,6 +305,7 @@ def _draw(
             {name: parts[s].clone() for name, parts in tensors.items()},
             linearised=linearised,
             tied=problem.head is None,
+            width=width,
         )
         for s in range(n)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from typing import Any
@@ -17,7 +18,9 @@ from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, NotF
 from laplace.extensions.drawn import DrawnFunction
 from tests import problems as catalogue
 from tests.pairs import nightly
+from tests.reference import tilt
 from tests.reference.compare import assert_close
+from tests.tuning import test_tilting as widths
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -175,6 +178,58 @@ def test_functions_of_a_mixture_are_of_its_components() -> None:
     mean, variance = mixture(X, diagonal_output=True)
     assert ((values.mean(0) - mean).abs() <= 5 * (variance / 2000).sqrt()).all()
     assert ((values.var(0) - variance).abs() <= 0.25 * variance).all()
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_logits_under_a_width_are_those_of_predictions(weights: str) -> None:
+    la = widths.calibrated(widths.fitted(weights, "kron"), 2.0, 3.0, 0.1, [widths.data(widths.N_TRAIN, 0)])
+    x, model = widths.new_inputs(), widths.network()
+    functions = laplace.draw(la, 3, generator=seeded())
+    r = widths.true_distances(la, "all", x)[1]
+    mean = model(x).detach() / tilt.squared_temperature(r, 2.0, 3.0).sqrt()[:, None]
+    found = la.calibration
+    la.calibration = dataclasses.replace(found, tilt=None)
+    plain = laplace.draw(la, 3, generator=seeded())
+    la.calibration = found
+    for function, other in zip(functions, plain, strict=True):
+        assert_close(function(x) - mean, other(x) - model(x).detach(), "algebra")
+    assert_close(DrawnFunction.stacked(functions, x), torch.stack([function(x) for function in functions]), "algebra")
+    assert_close(functions[0].export(x)(x[:4]), functions[0](x[:4]), "algebra")
+    assert torch.equal(pickle.loads(pickle.dumps(functions[0]))(x), functions[0](x))
+    sampled = laplace.draw(la, 2, generator=seeded(), linearised=False)
+    expected = la.functional_samples(x, pred_type="nn", n_samples=2, generator=seeded())
+    assert_close(torch.stack([function(x) for function in sampled]), expected, "algebra")
+
+
+def test_functions_of_a_regression_are_without_the_noise_of_a_width() -> None:
+    la = widths.fitted("all", "kron", "regression", sigma_noise=0.7)
+    widths.calibrated(la, 2.0, 3.0, 0.1)
+    function, x = laplace.draw(la, 1, generator=seeded())[0], widths.new_inputs()
+    found = la.calibration
+    la.calibration = dataclasses.replace(found, tilt=None)
+    assert_close(function(x), laplace.draw(la, 1, generator=seeded())[0](x), "algebra")
+
+
+class Pixels(nn.Module):
+    """Three classes at every position, in dimension 1, by one layer of all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).transpose(1, 2)
+
+
+def test_a_width_at_positions() -> None:
+    generator = seeded(2)
+    x, y = torch.randn(40, 5, 4, generator=generator).double(), torch.randint(3, (40, 5), generator=generator)
+    la: Any = Laplace(Pixels(), "classification", "all", "kron", channel_dim=1)
+    la.fit([(x[:20], y[:20])])
+    found = la.calibrate([(x[20:], y[20:])])
+    la.calibration = dataclasses.replace(found, tilt=dataclasses.replace(found.tilt, width=2.0), scale=0.0)
+    assert_close(laplace.draw(la, 1)[0](x[:3]).softmax(1), la(x[:3]), "float32")
 
 
 class NoDirection(torch.autograd.Function):
