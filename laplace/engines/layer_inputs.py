@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
-from laplace.core.batch import Inputs
-from laplace.core.positions import OutputRows
-from laplace.engines.engine import detached
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.positions import OutputRows, as_returned, channels_last
+from laplace.engines.engine import CurvatureEngine, detached
 from laplace.engines.native.rules import BatchAxis, rule_for
 from laplace.errors import InvalidData
 from laplace.jacobian.patches import Patches
@@ -74,6 +76,48 @@ def inputs_of(network: nn.Module, names: Sequence[str], run: Callable[[], Tensor
     inputs = {name: [_rows(modules[name], given, len(f)) for given in calls.get(name, ())] for name in names}
     known = {name: [part for part in parts if part is not None] for name, parts in inputs.items()}
     return f, {name: torch.cat(parts, 1) for name, parts in known.items() if parts and len(parts) == len(calls[name])}
+
+
+@dataclass(frozen=True, eq=False)
+class _Noting:
+    """A way of calling a model that writes down the inputs of its layers."""
+
+    call: ForwardFn | None
+    names: tuple[str, ...]
+    passes: list[tuple[int, dict[str, Tensor]]]  # numbers of data, and inputs
+
+    def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
+        f, inputs = inputs_of(model, self.names, lambda: batches.latent((self.call or batches.call)(model, x)))
+        self.passes.append((len(f), inputs))
+        return f
+
+
+class Noted:
+    """Inputs of layers at every pass of an engine's network: what a Jacobian needs a pass for is read by the same one.
+
+    Args:
+        engine: The engine; its network and what it has proven are shared.
+        names: Names of layers.
+
+    Attributes:
+        engine: The engine that notes.
+    """
+
+    def __init__(self, engine: CurvatureEngine, names: Sequence[str]) -> None:
+        problem, self.engine = copy.copy(engine.problem), copy.copy(engine)
+        self._passes: list[tuple[int, dict[str, Tensor]]] = []
+        call = _Noting(as_returned(problem.forward_fn), tuple(names), self._passes)
+        object.__setattr__(problem, "forward_fn", channels_last(call, problem.channel_dim))
+        self.engine.problem = problem
+
+    def inputs(self, n_data: int) -> dict[str, Tensor] | None:
+        """Of so many data, where every one was run once; else None, as where a first pass is run again to be proven."""
+        layers = [each for _, each in self._passes]
+        known = bool(layers) and all(each.keys() == layers[0].keys() for each in layers)
+        if not known or sum(count for count, _ in self._passes) != n_data:
+            return None
+        joined = {name: torch.cat([each[name] for each in layers]) for name in layers[0]}
+        return joined if torch.is_grad_enabled() else {name: each.detach() for name, each in joined.items()}
 
 
 def in_rows(inputs: dict[str, Tensor], n_rows: int) -> dict[str, Tensor]:

@@ -217,11 +217,6 @@ class Block(ABC):
         """True if it is known that every datum has the same Jacobian."""
         return False
 
-    @property
-    def inputs_of_head(self) -> Tensor | None:
-        """Inputs `[B, D]` of a layer whose outputs are the network's; None of a bias, and of other layers."""
-        return None
-
     @abstractmethod
     def dense(self) -> Tensor:
         """`[K, B, p]`."""

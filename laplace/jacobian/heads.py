@@ -51,10 +51,6 @@ class HeadRows(_OfFeatures):
     kind = "head rows"
 
     @property
-    def inputs_of_head(self) -> Tensor | None:
-        return None if self.is_bias else self.features
-
-    @property
     def dims(self) -> tuple[int, int, int]:
         return self.outputs.shape[1], len(self.features), self.n_outputs * self.features.shape[1]
 
@@ -161,10 +157,6 @@ class HeadBlock(Head):
         return cls(inputs[:, 0, 0], n_outputs)
 
     # Sizes.
-
-    @property
-    def inputs_of_head(self) -> Tensor | None:
-        return None if self.is_bias else self.features
 
     @property
     def dims(self) -> tuple[int, int, int]:

@@ -59,14 +59,16 @@ class Leverage:
         width = moments.width if isinstance(moments, ThinFactor) else moments.shape[-1]
         if width > WIDEST:
             return None
-        matrix = widened(dense(moments))
-        mean_square = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+        matrix = widened(dense(moments)).clone()  # of wide layers every copy costs as much as a product
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        mean_square = diagonal.mean(-1, keepdim=True)
         if not bool((mean_square > 0).all() & mean_square.isfinite().all()):
             return None
-        eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
-        triangle, failed = torch.linalg.cholesky_ex(matrix + RIDGE * mean_square[:, None, None] * eye)
+        diagonal += RIDGE * mean_square
+        triangle, failed = torch.linalg.cholesky_ex(matrix)
         if bool(failed.any()):  # of an assigned A that is no sum of squares
             return None
+        eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
         return cls(layer, torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False))
 
     def mean_over_positions(self, inputs: Tensor) -> Tensor:

@@ -127,15 +127,13 @@ class LinearisedOutputs(GaussianSource):
             rows = outputs(engine, self.x, create_graph=self.through_x)
             return rows if self.choice is None else self.choice.picked(rows)
 
-    def gaussian(
-        self, form: str, *, wide: bool = False, noted: Callable[[Pieces], Pieces] = lambda pieces: pieces
-    ) -> GaussianOutputs:
-        """As of `GaussianSource`; `noted` is given the Jacobians and outputs, which it returns."""
+    def gaussian(self, form: str, *, wide: bool = False, engine: CurvatureEngine | None = None) -> GaussianOutputs:
+        """As of `GaussianSource`; by another engine of the same network, if one is given."""
         with checks.together():
             self.posterior.check_unchanged()
             return linearised(
-                self.posterior.engine, self.precision, self.x, form, step=self.posterior.refined_step,
-                create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size, noted=noted,
+                engine or self.posterior.engine, self.precision, self.x, form, step=self.posterior.refined_step,
+                create_graph=self.through_x, wide=wide, choice=self.choice, group_size=self.group_size,
             )  # fmt: skip
 
     def along_axes(self) -> GaussianAlongAxes | None:
@@ -164,7 +162,6 @@ def linearised(
     wide: bool = False,
     choice: OutputChoice | None = None,
     group_size: int | None = None,
-    noted: Callable[[Pieces], Pieces] = lambda pieces: pieces,
 ) -> GaussianOutputs:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent [Redux, appendix B, linearised outputs].
 
@@ -177,7 +174,7 @@ def linearised(
         pieces = _without_graph(pieces) if torch.is_grad_enabled() else pieces
     else:
         pieces = _pieces(engine, x, choice, create_graph=create_graph)
-    return gaussian_of(shifted(noted(pieces), step), precision, form, wide=wide, group_size=group_size)
+    return gaussian_of(shifted(pieces, step), precision, form, wide=wide, group_size=group_size)
 
 
 def gaussian_of(
@@ -292,16 +289,6 @@ def shifted(pieces: Pieces, step: Tensor | None) -> Pieces:
             if step is not None:
                 mean = mean + moved_by(jacobian, step)
             yield jacobian, mean
-
-
-def recorded_inputs(pieces: Pieces, seen: list[Tensor]) -> Pieces:
-    """Jacobians and outputs as they are, with the inputs of a head written down."""
-    with closing(pieces):
-        for jacobian, f in pieces:
-            inputs = jacobian.blocks[0].inputs_of_head
-            if inputs is not None:
-                seen.append(inputs)
-            yield jacobian, f
 
 
 def _checked(gaussian: GaussianOutputs) -> GaussianOutputs:

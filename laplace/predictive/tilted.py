@@ -13,12 +13,12 @@ from laplace.core.cached import cached_property
 from laplace.core.gaussian import GaussianOutputs
 from laplace.core.positions import OutputRows
 from laplace.core.precision_policy import widened
-from laplace.engines.layer_inputs import in_rows, layer_inputs
+from laplace.engines.layer_inputs import Noted, in_rows, layer_inputs
 from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import group_left_over
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior.tilt import Tilt
-from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource, recorded_inputs
+from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.sampled import SampledOutputs, finite
 
 
@@ -63,13 +63,12 @@ class TiltedOutputs(GaussianSource):
         if self.alone:
             posterior = _without_covariance(self.network(), form, source.group_size, wide=wide)
             r = self._read[1]
-        elif source.posterior.problem.head is not None and len(self.tilt.layers) == 1 and "_read" not in self.__dict__:
-            seen: list[Tensor] = []
-            posterior = source.gaussian(form, wide=wide, noted=lambda pieces: recorded_inputs(pieces, seen))
-            if sum(map(len, seen)) == len(posterior.mean):
-                r = self.tilt.distance(dict.fromkeys(self.tilt.layers, torch.cat(seen)[:, None, None]))
-            else:  # the head is none whose inputs are rows of the outputs
-                r = self._read[1]
+        elif source.posterior.problem.head is not None and "_read" not in self.__dict__:
+            noted = Noted(source.posterior.engine, self.tilt.layers)
+            posterior = source.gaussian(form, wide=wide, engine=noted.engine)
+            n_rows = prod(posterior.mean.shape[:-1])
+            inputs = noted.inputs(n_rows // prod(posterior.positions))
+            r = self._read[1] if inputs is None else self.tilt.distance(in_rows(inputs, n_rows), n_rows)
         else:
             posterior, r = source.gaussian(form, wide=wide), self._read[1]
         return self.tilt.gaussian(self._likelihood, noise, _checked(r), posterior)

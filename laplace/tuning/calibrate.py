@@ -26,7 +26,7 @@ from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.engines.layer_inputs import in_rows, layer_inputs
+from laplace.engines.layer_inputs import Noted, in_rows, layer_inputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
@@ -35,7 +35,6 @@ from laplace.posterior.calibration import Calibration
 from laplace.posterior.noise import noise_like, unlike_squares
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.tilt import Leverage, Tilt
-from laplace.predictive.latent import recorded_inputs
 from laplace.predictive.prediction import average, mixed
 from laplace.refinement.leave_one_out import LeaveOneOut, computed
 from laplace.tuning import tilting
@@ -405,12 +404,13 @@ def _left_out_tilt(
 def _read(part: Candidates, leverages: tuple[Leverage, ...], x: Inputs, y: Tensor) -> _HeldOutBatch:
     """A batch by one pass: of a head with its Jacobian, which is no more than its inputs; else the forward pass."""
     posterior, names = part.posterior, tuple(each.layer for each in leverages)
-    if posterior.problem.head is not None and len(names) == 1 and not posterior.problem.reduction:
-        seen: list[Tensor] = []
-        latents = part.latents(x, noted=lambda pieces: recorded_inputs(pieces, seen))
-        if sum(map(len, seen)) == len(latents[0]):
-            found = tilting.in_layers(leverages, {names[0]: torch.cat(seen)[:, None, None]}, len(latents[0]))
-            return _HeldOutBatch(y, latents[0], latents[2], found, latents)
+    if posterior.problem.head is not None:
+        noted = Noted(posterior.engine, names)
+        latents = part.latents(x, noted.engine)
+        n_rows = len(latents[0])
+        inputs = noted.inputs(n_rows // math.prod(latents[2]))
+        if inputs is not None:
+            return _HeldOutBatch(y, latents[0], latents[2], tilting.in_layers(leverages, inputs, n_rows), latents)
     outputs, inputs = layer_inputs(posterior.problem, x, names)
     f = outputs.values.to(part.priors.dtype) if posterior.refined_step is None else part.latents(x)[0]
     return _HeldOutBatch(y, f, outputs.positions, tilting.in_layers(leverages, inputs, len(f)))

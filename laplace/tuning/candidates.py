@@ -24,7 +24,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines import at_weights
-from laplace.engines.engine import outputs
+from laplace.engines.engine import CurvatureEngine, outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError, InvalidData
 from laplace.jacobian.blocks import CHUNK_BYTES
@@ -209,16 +209,17 @@ class Candidates:
         return lambda group: self._linearised(mean, variances, group), mean, positions
 
     def latents(
-        self, x: Inputs, noted: Callable[[latent.Pieces], latent.Pieces] = lambda pieces: pieces
+        self, x: Inputs, engine: CurvatureEngine | None = None
     ) -> tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]:
         """Gaussians over the outputs of a batch, by one pass of the network and of its Jacobians.
 
         They are their mean, `[B, C]`; their (co)variances at n consecutive candidates, `[n, B, C]` or `[n, B, C, C]`,
-        NaN where a posterior does not exist, and None where none of them does; positions, as of `prepare`.
+        NaN where a posterior does not exist, and None where none of them does; positions, as of `prepare`. Another
+        engine may be given of the same network.
         """
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)
-        with closing(latent.shifted(noted(posterior.engine.jacobian(x)), posterior.refined_step)) as pieces:
+        with closing(latent.shifted((engine or posterior.engine).jacobian(x), posterior.refined_step)) as pieces:
             parts = [(self._variances_of(self.summaries.read(part)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         functions = [function for function, _, _ in parts]

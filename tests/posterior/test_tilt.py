@@ -13,7 +13,7 @@ from laplace import Laplace
 from laplace.errors import InvalidData
 from tests.reference import tilt as reference
 from tests.reference.compare import assert_close
-from tests.tuning.test_tilting import WIDTH, calibrated, fitted, new_inputs
+from tests.tuning.test_tilting import N_TRAIN, WIDTH, calibrated, data, fitted, network, new_inputs
 
 
 class PositionsFirst(nn.Module):
@@ -63,3 +63,34 @@ def test_inputs_that_are_no_numbers_are_refused() -> None:
     x[2, 1] = torch.nan
     with pytest.raises(InvalidData, match="NaN"):
         la(x)
+
+
+calls: list[int] = []
+
+
+class Counting(nn.Module):
+    """A network whose calls are counted, those of its copies too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1])
+def test_one_forward_pass_reads_all_layers(scale: float) -> None:
+    """Also where a posterior of the last layer is on top, with the features by the same pass."""
+    model, x = Counting(), new_inputs()
+    la: Any = Laplace(model, "classification", "last_layer", "kron", prior_precision=3.0)
+    la.fit([data(N_TRAIN, 0)])
+    calibrated(la, 2.0, 3.0, scale, [data(N_TRAIN, 0)])
+    assert la.calibration.tilt.layers == ("layers.0", "layers.2")
+    expected = la(x)
+    calls.clear()
+    assert torch.equal(la(x), expected)
+    assert calls == [len(x)]
+    other = calibrated(fitted("last_layer", "kron"), 2.0, 3.0, scale, [data(N_TRAIN, 0)])
+    assert_close(expected, other(x), "algebra")
