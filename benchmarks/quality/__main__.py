@@ -4,11 +4,12 @@
                                  [--atoms] [--first-seed N] [--json PATH] [--method FILE]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
-fine-tuned transformer of `benchmarks.quality.freesolv`, `--answers` language models that answer by choices and labels
-that are bought (`language`, `acquiring`), and `--atoms` energies and forces of a potential (`atoms`). With `--keep` the
-results are kept in results.json, in place of those of the same rows, and the pages are written anew; `--json` writes
-them to a file of their own, such as those of other seeds, of which `--first-seed` is the first. Every process has one
-thread. Afterwards come the checks of what else a posterior knows, `benchmarks.quality.knows`.
+fine-tuned transformer of `benchmarks.quality.freesolv` and heads of a text encoder (`texts`), `--answers` language
+models that answer by choices and labels that are bought (`language`, `acquiring`), and `--atoms` energies and forces of
+a potential (`atoms`). With `--keep` the results are kept in results.json, in place of those of the same rows, and the
+pages are written anew; `--json` writes them to a file of their own, such as those of other seeds, of which
+`--first-seed` is the first. Every process has one thread. Afterwards come the checks of what else a posterior knows,
+`benchmarks.quality.knows`.
 
 `--method` measures a file with `fit(model, train, validation)`, which returns `predict(x)`, and prints its line below
 those that are kept, and its negative log likelihood row by row (docs/quality.md); nothing is kept.
@@ -35,11 +36,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, summary, targets
+from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, summary, targets, texts
 from benchmarks.quality.data import Split
 from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
-from benchmarks.quality.scores import losses, paired, scores
+from benchmarks.quality.scores import scored
 from laplace.errors import LaplaceWarning
 
 N_SPLITS = 5
@@ -47,29 +48,9 @@ QUICK = {"epochs": 3, "patience": 0}
 
 
 def measured(row: Row, seed: int, method: Path | None = None) -> list[dict[str, Any]]:
-    """The columns of one row on one split: method, posterior, what was chosen, and scores; or those of a user's file.
-
-    `paired` is the mean difference of the negative log scores from those of the network, on the test data, and its
-    standard error; `shifts` has both, and the score itself, for each change of the test inputs.
-    """
+    """The columns of one row on one split, or those of a user's file, as of `scored`."""
     split = row.split(seed)
-    network: dict[str, torch.Tensor] = {}
-    found = []
-    for column in _columns(row, split, seed, method):
-        with torch.no_grad():
-            predicted = column.predict(split.test[0])
-            unseen = None if split.unseen is None else column.predict(split.unseen)
-            line: dict[str, Any] = {"method": column.method, "posterior": column.posterior, "chosen": column.chosen}
-            line |= scores(predicted, split.test[1], unseen)
-            lost = losses(predicted, split.test[1])
-            line |= {"trainings": column.trainings} if column.trainings else {}
-            line["paired"] = paired(lost, network.setdefault("", lost))
-            line["shifts"] = {}
-            for name, (x, y) in split.shifts.items():
-                lost = losses(column.predict(x), y)
-                line["shifts"][name] = (float(lost.mean()), *paired(lost, network.setdefault(name, lost)))
-        found.append(line)
-    return found
+    return scored(_columns(row, split, seed, method), split)
 
 
 def _columns(row: Row, split: Split, seed: int, method: Path | None) -> Iterator[Column]:
@@ -185,7 +166,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one split, networks of a few epochs")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--processes", type=int, default=2, help="at a time, one thread each")
-    parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer")
+    parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer and heads of texts")
     parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
     parser.add_argument("--atoms", action="store_true", help="also energies and forces of a potential")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
@@ -212,7 +193,7 @@ def main() -> None:
         given.json.write_text(_in_lines(found), "utf-8")
         print(summary.opening([row for row in found["rows"] if targets.is_classification(row)]))
         return
-    more = {"freesolv": freesolv.run} if given.pretrained else {}
+    more = {"freesolv": freesolv.run, "texts": texts.run} if given.pretrained else {}
     if given.answers:
         more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}
     more |= {"atoms": atoms.run} if given.atoms else {}

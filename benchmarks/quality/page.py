@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import acquiring, knows, language, summary
+from benchmarks.quality import acquiring, knows, language, summary, texts
 from benchmarks.quality.methods import (
     CALIBRATE,
     CALIBRATED_ENSEMBLE,
@@ -267,6 +267,7 @@ def blocks(results: Results, study: dict[str, Any]) -> dict[str, str]:
         "posteriors": posteriors(classes),
         **{f"regression {score}": regression(targets, score) for score in ("nll", "coverage", "crps", "rmse")},
         "freesolv": freesolv(results.get("freesolv")),
+        "texts": texts.lines(results.get("texts")),
         "targets": in_lines(lines(results)),
         "rules": rules(study),
     }

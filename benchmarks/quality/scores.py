@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.quality.methods import Predicted
+from benchmarks.quality.data import Split
+from benchmarks.quality.methods import Column, Predicted
 from laplace import metrics
 
 LEVEL = 1.6448536269514722
@@ -51,4 +54,29 @@ def scores(predicted: Predicted, y: Tensor, unseen: Tensor | None = None) -> dic
     found["aurc"] = float(metrics.aurc(predicted, y))
     if unseen is not None:
         found["auroc"] = float(metrics.auroc(predicted.max(1).values, unseen.max(1).values))
+    return found
+
+
+def scored(columns: Iterable[Column], split: Split) -> list[dict[str, Any]]:
+    """Method, posterior, what was chosen, and scores of columns, of which the first is the network.
+
+    `paired` is the mean difference of the negative log scores from those of the network, on the test data, and its
+    standard error; `shifts` has both, and the score itself, for each change of the test inputs.
+    """
+    network: dict[str, Tensor] = {}
+    found = []
+    for column in columns:
+        with torch.no_grad():
+            predicted = column.predict(split.test[0])
+            unseen = None if split.unseen is None else column.predict(split.unseen)
+            line: dict[str, Any] = {"method": column.method, "posterior": column.posterior, "chosen": column.chosen}
+            line |= scores(predicted, split.test[1], unseen)
+            lost = losses(predicted, split.test[1])
+            line |= {"trainings": column.trainings} if column.trainings else {}
+            line["paired"] = paired(lost, network.setdefault("", lost))
+            line["shifts"] = {}
+            for name, (x, y) in split.shifts.items():
+                lost = losses(column.predict(x), y)
+                line["shifts"][name] = (float(lost.mean()), *paired(lost, network.setdefault(name, lost)))
+        found.append(line)
     return found

@@ -14,7 +14,20 @@ import torch
 from torch import nn
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import acquiring, atoms, data, knows, language, methods, page, rules, scores, summary, targets
+from benchmarks.quality import (
+    acquiring,
+    atoms,
+    data,
+    knows,
+    language,
+    methods,
+    page,
+    rules,
+    scores,
+    summary,
+    targets,
+    texts,
+)
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
 
@@ -52,6 +65,23 @@ def test_results_are_of_all_rows() -> None:
     assert [row["name"] for row in rows] == list(ROWS)
     assert {len(row["splits"]) for row in rows} == {quality.N_SPLITS}
     assert len(CLASSIFICATION) >= 12 and len(REGRESSION) >= 6
+
+
+def test_heads_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.Generator().manual_seed(0)
+
+    def given(cache: Path | None = None) -> dict[str, Any]:
+        ratings = 8 * torch.rand(1000, generator=source) - 4
+        features = torch.randn(1000, 5, generator=source) + ratings[:, None]
+        return dict.fromkeys(texts.decisions.DOMAINS, (features, ratings)) | {"topics": (30 * features[:50], ratings)}
+
+    monkeypatch.setattr(texts.decisions, "data", given)
+    found = texts.run(quick=True)
+    assert len(found["rows"]) == len(texts.decisions.DOMAINS) * len(texts.SIZES)
+    assert "300 labels, calibrate" in texts.lines(found)
+    for row in found["rows"]:
+        network, _, calibrated = row["splits"][0]
+        assert calibrated["nll"] <= network["nll"] + 0.05 and len(calibrated["shifts"]) == 2
 
 
 @pytest.mark.nightly
