@@ -112,11 +112,11 @@ def shown(found: list[dict[str, Any]]) -> str:
 
     def cells(kind: str, tolerance: float) -> list[str]:
         runs = [line for line in found if (line["posterior"], line["tolerance"]) == (kind, tolerance)]
-        harm = [statistics.mean(l["difference"] > l["error"] + least for l in runs) for least in (0.0, LEAST)]
-        by_seed = [[l["difference"] for l in runs if l["seed"] == seed] for seed in range(N_SPLITS)]
+        harm = [statistics.mean(run["difference"] > run["error"] + least for run in runs) for least in (0.0, LEAST)]
+        by_seed = [[run["difference"] for run in runs if run["seed"] == seed] for seed in range(N_SPLITS)]
         mean, error = mean_and_error([statistics.mean(part) for part in by_seed])
-        worst = max((l["nll"] + l["difference"]) / l["nll"] for l in runs)
-        chosen = statistics.median(l["scale"] for l in runs)
+        worst = max((run["nll"] + run["difference"]) / run["nll"] for run in runs)
+        chosen = statistics.median(run["scale"] for run in runs)
         return [
             kind, f"{tolerance:g}", f"{len(runs)}", f"{chosen:.1g}", f"{number(harm[0])} ({number(harm[1])})",
             f"{signed(mean)} ± {number(error)}", f"{worst:.2f}",

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from laplace.core.checks import require
 from laplace.core.positions import in_users_layout, rows_of, unrolled
 from laplace.core.precision_policy import widened
 from laplace.curvature import NativeGGN
+from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CalibrationWarning, InvalidArgument, InvalidData, UnsupportedError, warn
 from laplace.extensions.asked import group_of
 from laplace.extensions.drawn import DrawnFunction, draw
@@ -34,7 +36,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Fitted, Posterior
 from laplace.predictive.latent import gaussian_of, shifted
 from laplace.predictive.prediction import mixed_moments
 
@@ -65,8 +67,24 @@ class Totals:
 
     @property
     def std(self) -> Tensor:
-        """Standard deviations, in the shape of `mean`."""
+        """Standard deviations, in the shape of `mean`.
+
+        Warns:
+            CalibrationWarning: `la.calibrate` chose the network itself, of which they vanish.
+        """
+        self._warn_of_network()
+        return self._roots()
+
+    def _roots(self) -> Tensor:
         return self.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().view_as(self.mean)
+
+    def _warn_of_network(self) -> None:
+        if self.of_network:
+            warn(
+                "calibrate chose the network itself, whose sums have no width; give errors=standardised_errors(la, "
+                "loader, of=...) of held-out data to interval, or undo it by la.calibration = None.",
+                CalibrationWarning,
+            )
 
     def interval(self, level: float = 0.95, errors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Lower and upper ends for the true sums, in the shape of `mean`.
@@ -89,13 +107,8 @@ class Totals:
         if isinstance(level, bool) or not 0 < level < 1:
             raise InvalidArgument(f"level={level!r}; the share of sums to hold, in (0, 1), is accepted.")
         if errors is None:
-            if self.of_network:
-                warn(
-                    "calibrate chose the network itself, whose sums have no width; give errors=standardised_errors(la, "
-                    "loader, of=...) of held-out data, or undo it by la.calibration = None.",
-                    CalibrationWarning,
-                )
-            half = self.std * math.sqrt(2) * torch.erfinv(self.mean.new_tensor(level))
+            self._warn_of_network()
+            half = self._roots() * math.sqrt(2) * torch.erfinv(self.mean.new_tensor(level))
         else:
             if errors.shape[1:] != self.mean.shape[1:] or not len(errors):
                 raise InvalidArgument(
@@ -104,7 +117,7 @@ class Totals:
                 )
             rank = math.ceil((len(errors) + 1) * level)
             factor = errors.sort(0).values[rank - 1] if rank <= len(errors) else torch.inf
-            half = self.std * factor
+            half = self._roots() * factor
         return self.mean - half, self.mean + half
 
 
@@ -138,7 +151,7 @@ class _Sums:
             numbers = self._numbers(p)
             if weights is not None:
                 p = p * weights.unsqueeze(-1).to(p)
-            return p.flatten(1, -2).sum(1) @ numbers.T
+            return p.reshape(len(p), -1, p.shape[-1]).sum(1) @ numbers.T
         if self.checks:
             self._require_linear(p, weights)
         return self._called(p, weights)
@@ -257,13 +270,28 @@ def _totals(
 def _linearised(posterior: Posterior, x: Inputs, sums: _Sums, weights: Tensor | float) -> tuple[Tensor, Tensor]:
     """Sums `[B, K]` and their covariance `[B, K, K]`, of the linearised network whose outputs they are."""
     posterior.check_unchanged()
-    problem = posterior.problem
-    summed = _Summed(problem.forward_fn or batches.call, sums, weights if isinstance(weights, float) else None)
-    engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
-    inputs = batches.to_device(_beside(x, weights) if isinstance(weights, Tensor) else x, problem.device)
+    engine = _engine(posterior, sums, weights if isinstance(weights, float) else None)
+    inputs = batches.to_device(_beside(x, weights) if isinstance(weights, Tensor) else x, posterior.problem.device)
     pieces = shifted(engine.jacobian(inputs), posterior.refined_step)
     found = gaussian_of(pieces, posterior.precision(), "full")
     return found.mean, found.covariance
+
+
+_LAST: WeakKeyDictionary[Fitted, tuple[_Summed, CurvatureEngine]] = WeakKeyDictionary()
+"""The last engine of every fit: it proves its rules once, which takes passes of its own."""
+
+
+def _engine(posterior: Posterior, sums: _Sums, weight: float | None) -> CurvatureEngine:
+    """The engine of a network's sums, the last one where they are the same."""
+    data, problem = posterior.require_fitted(), posterior.problem
+    summed = _Summed(problem.forward_fn or batches.call, sums, weight)
+    last = _LAST.get(data)
+    if last is not None and last[0].is_like(summed):
+        sums.single = last[0].sums.single
+        return last[1]
+    engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
+    _LAST[data] = summed, engine
+    return engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,6 +306,12 @@ class _Summed:
         x, weights = (inputs, None) if self.weight is not None else _apart(inputs)
         found = self.sums.of_outputs(batches.latent(self.call(model, x)), weights)
         return found if self.weight is None else found * self.weight
+
+    def is_like(self, other: _Summed) -> bool:
+        """Whether these are the sums of another; functions are asked anew, as they may have changed."""
+        a, b = self.sums.of, other.sums.of
+        same = a is b if isinstance(a, Tensor) else not callable(a) and repr(a) == repr(b)
+        return same and self.weight == other.weight and self.sums.channel_dim == other.sums.channel_dim
 
 
 _WEIGHTS = "weights of positions"
@@ -370,7 +404,7 @@ def standardised_errors(
         got = _totals(la, x, of, numbers, n_samples, generator)
         sums = _Sums(of, likelihood, channel_dim, checks=False)
         truth = sums.of_means(values.to(got.mean), numbers.to(got.mean))
-        found.append(((truth.view_as(got.mean) - got.mean) / got.std).abs())
+        found.append(((truth.view_as(got.mean) - got.mean) / got._roots()).abs())
     if not found:
         raise InvalidData("loader holds no data; give batches of inputs and labels.")
     errors = torch.cat(found)

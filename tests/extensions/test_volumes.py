@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace, MixtureLaplace, totals
-from laplace.errors import CalibrationWarning, InvalidArgument, InvalidData
+from laplace.errors import CalibrationWarning, InvalidArgument, InvalidData, UnsupportedError
 from laplace.extensions.volumes import Totals, standardised_errors
 from tests.reference import volumes as oracle
 from tests.reference.compare import assert_close
@@ -126,6 +126,78 @@ def test_mixtures() -> None:
     assert errors.shape == (3,)
 
 
+def test_draws_of_mixtures() -> None:
+    parts, (x, y) = [fitted(seed=seed) for seed in (0, 1)], data("image")
+    for la in parts:
+        la.prior_precision, la.temperature = 1e6 * la.prior_precision, 1e-6
+    la, dices = (
+        MixtureLaplace(parts, weights=[0.25, 0.75]),
+        [dice(one.problem.module(x).softmax(1), y == 1) for one in parts],
+    )
+    found = totals(la, x, of=dice, weights=(y == 1), n_samples=200, generator=torch.Generator().manual_seed(0))
+    spread = (dices[0] - dices[1]).abs() * (0.25 * 0.75) ** 0.5
+    assert_close(found.mean, 0.25 * dices[0] + 0.75 * dices[1], "mc", standard_error=spread / 200**0.5)
+
+
+def test_sizes_one_after_another() -> None:
+    """Rules are proven once: what follows is as of a posterior that was asked for nothing before."""
+    la, generator = fitted(), torch.Generator().manual_seed(2)
+    numbers = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    for n, *size in ((1, 5, 4), (3, 5, 4), (1, 2, 6)):
+        x = torch.randn(n, 2, *size, generator=generator, dtype=torch.float64)
+        mask = torch.zeros(n, *size) if n == 1 else torch.ones(n, *size)
+        for of in (numbers, [0, 1]):
+            for weights in (2.0, mask):
+                found, expected = (totals(one, x, of=of, weights=weights) for one in (la, fitted()))
+                assert_close(found.mean, expected.mean, "algebra")
+                assert_close(found.covariance, expected.covariance, "algebra")
+    totals(la, x, of=1)
+    with pytest.raises(InvalidArgument, match="of=True"):
+        totals(la, x, of=True)
+
+
+def test_held_out_images_of_unequal_sizes() -> None:
+    """One by one, or padded to a common size with labels that are ignored."""
+    la, generator = fitted(), torch.Generator().manual_seed(2)
+    sizes = ((5, 4), (3, 6))
+    pairs = [
+        (
+            torch.randn(1, 2, *size, generator=generator, dtype=torch.float64),
+            torch.randint(3, (1, *size), generator=generator),
+        )
+        for size in sizes
+    ]
+    errors = standardised_errors(la, pairs, of=[1, 2])
+    for error, (x, y) in zip(errors, pairs, strict=True):
+        found = totals(la, x, of=[1, 2])
+        truth = torch.stack([(y == k).sum() for k in (1, 2)])
+        assert_close(error, ((truth - found.mean) / found.std).abs()[0], "algebra")
+    local = Laplace(nn.Conv2d(2, 3, 1).double(), "classification", "all", "full")
+    local.fit([data("image")])
+    padded = [nn.functional.pad(x, (0, 6 - x.shape[3], 0, 5 - x.shape[2])) for x, _ in pairs]
+    labels = [nn.functional.pad(y, (0, 6 - y.shape[2], 0, 5 - y.shape[1]), value=-100) for _, y in pairs]
+    together = standardised_errors(local, [(torch.cat(padded), torch.cat(labels))], of=1)
+    assert_close(together, standardised_errors(local, pairs, of=1), "algebra")
+
+
+def test_posteriors_over_functions() -> None:
+    """Where outputs have no positions, which they take no others of, a sum is a probability."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double(), torch.randn(6, 2).double()
+    y = torch.tensor([0, 1, 1, 0, 1, 0])
+    weights = Laplace(model, "classification", "all", "full")
+    functions = Laplace(model, "classification", "all", "gp", n_subset=6)
+    weights.fit([(x, y)])
+    functions.fit([(x, y)])
+    found, expected = totals(functions, x, of=1), totals(weights, x, of=1)
+    assert_close(expected.mean, model(x).softmax(1)[:, 1].detach(), "algebra")
+    assert_close(found.mean, expected.mean, "algebra")
+    assert_close(found.std, expected.std, "backend")
+    images = Laplace(network("image"), "classification", "all", "gp", n_subset=3)
+    with pytest.raises(UnsupportedError, match="Posteriors over weights take them"):
+        images.fit([data("image")])
+
+
 def test_other_likelihoods_and_layouts() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 6, 2, generator=generator, dtype=torch.float64)
@@ -168,7 +240,8 @@ def test_after_calibrate() -> None:
         la.calibrate([batch])
     after = totals(la, batch[0], of=1)
     assert_close(after.mean, before.mean, "algebra")
-    assert not torch.allclose(after.std, before.std)
+    with pytest.warns(CalibrationWarning, match="the network itself"):
+        assert not torch.allclose(after.std, before.std)
 
 
 def test_errors_of_held_out_data() -> None:
@@ -186,6 +259,8 @@ def test_a_network_that_calibrate_chose_has_no_width() -> None:
     found = Totals(torch.ones(2), 1e-14 * torch.ones(2, 1, 1), of_network=True)
     with pytest.warns(CalibrationWarning, match="the network itself"):
         found.interval()
+    with pytest.warns(CalibrationWarning, match="la.calibration = None"):
+        assert_close(found.std, torch.full((2,), 1e-7), "float32")
     low, high = found.interval(0.5, torch.tensor([1e6, 2e6, 3e6]))
     assert_close((high - low) / 2, torch.full((2,), 0.2), "float32")
 
