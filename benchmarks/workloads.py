@@ -30,12 +30,12 @@ from benchmarks import models, several_processes, work
 from benchmarks.models import Batches
 from benchmarks.timing import Case, Job
 from laplace import Laplace, ParametricLaplace, curvature
+from laplace.engines.at_weights import outputs_at
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import TuningWarning
 from laplace.extensions.drawn import DrawnFunction
 from laplace.grid import from_names
 from laplace.large_structures import krylov as cg
-from laplace.predictive.sampled import outputs_at
 from laplace.weights.masks import RandomSubnetMask
 
 
