@@ -36,7 +36,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.network.watch import Fingerprint
 from laplace.posterior.calibration import Calibration
-from laplace.posterior.posterior import Cache, Choices, Posterior, checked_backend
+from laplace.posterior.posterior import Cache, Choices, HyperparameterValue, Posterior, checked_backend
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.saving import Saved
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 Backend: TypeAlias = "type[curvature.CurvatureInterface] | None"
 Options = dict[str, Any] | None
-Given = float | Tensor | None
 T = TypeVar("T")
 
 _UNLISTED = frozenset([
@@ -412,7 +411,10 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @checked
     def log_marginal_likelihood(
-        self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None
+        self,
+        prior_precision: HyperparameterValue | None = None,
+        sigma_noise: HyperparameterValue | None = None,
+        temperature: HyperparameterValue | None = None,
     ) -> Tensor:
         """Log evidence (log marginal likelihood) of the training data, differentiable; higher is better.
 
@@ -453,7 +455,12 @@ class BaseLaplace(CheckedConstructor, ABC):
         return finite_evidence(value.to(self._posterior.hypers.dtype))
 
     @checked
-    def marglik(self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None) -> Tensor:
+    def marglik(
+        self,
+        prior_precision: HyperparameterValue | None = None,
+        sigma_noise: HyperparameterValue | None = None,
+        temperature: HyperparameterValue | None = None,
+    ) -> Tensor:
         """The same as `log_marginal_likelihood`, under its name in the Laplace Redux paper."""
         more = {} if temperature is None else {"temperature": temperature}  # users' own evidences need not know it
         return self.log_marginal_likelihood(prior_precision, sigma_noise, **more)

@@ -17,14 +17,14 @@ from laplace.core.arguments import check_counts, checked
 from laplace.core.batch import Inputs
 from laplace.core.extensions import NAMES as EXTENSIONS
 from laplace.core.gaussian import GaussianOutputs
-from laplace.core.positions import Given, OutputChoice
+from laplace.core.positions import OutputChoice, WhichOutputs
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames, PredictOptions
-from laplace.structures.precision import drawn
+from laplace.structures.precision import Form, drawn
 
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
@@ -88,7 +88,7 @@ class Predicting(ABC):
         fitting: bool = False,
         *,
         observation_noise: bool = False,
-        outputs: Given = None,
+        outputs: WhichOutputs = None,
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -139,7 +139,7 @@ class Predicting(ABC):
     def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
         self, x: Tensor | tuple[Any, ...] | Mapping[Any, Any], pred_type: PredTypeName = ..., joint: bool = ...,
         link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
-        generator: torch.Generator | None = ..., *, outputs: Given = ...,
+        generator: torch.Generator | None = ..., *, outputs: WhichOutputs = ...,
         group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
     ) -> Prediction: ...  # fmt: skip
 
@@ -147,7 +147,7 @@ class Predicting(ABC):
     def predict(
         self, x: Iterable[Any], pred_type: PredTypeName = ..., joint: bool = ...,
         link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
-        generator: torch.Generator | None = ..., *, outputs: Given = ...,
+        generator: torch.Generator | None = ..., *, outputs: WhichOutputs = ...,
         group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
     ) -> Iterator[Prediction]: ...  # fmt: skip
 
@@ -162,7 +162,7 @@ class Predicting(ABC):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         *,
-        outputs: Given = None,
+        outputs: WhichOutputs = None,
         group_size: int | None = None,
         progress_bar: bool = False,
         **model_kwargs: Any,
@@ -217,7 +217,7 @@ class Predicting(ABC):
         generator: torch.Generator | None = None,
         joint: bool = False,
         *,
-        outputs: Given = None,
+        outputs: WhichOutputs = None,
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
@@ -244,7 +244,7 @@ class Predicting(ABC):
         generator: torch.Generator | None = None,
         joint: bool = False,
         *,
-        outputs: Given = None,
+        outputs: WhichOutputs = None,
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
@@ -377,7 +377,7 @@ class PosteriorPredicting(Predicting):
         *,
         joint: bool = False,
         diagonal_output: bool = False,
-        outputs: Given = None,
+        outputs: WhichOutputs = None,
         group_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the linearised network's outputs f (logits, say), without noise, for any likelihood.
@@ -424,9 +424,9 @@ class PosteriorPredicting(Predicting):
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
     def _latent(
-        self, x: Inputs, form: str, choice: OutputChoice | None = None, group_size: int | None = None
+        self, x: Inputs, form: Form, choice: OutputChoice | None = None, group_size: int | None = None
     ) -> GaussianOutputs:
-        """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        """Gaussian of the linearised network's outputs, or of some."""
         predictor = self._predictor
         source = predictor.linearised(x, choice, group_size)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):

@@ -16,7 +16,7 @@ from laplace.core.random_numbers import seeded
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.latent import GaussianSource
+from laplace.predictive.latent import GaussianSource, LatentForm
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import OutputSampler, PosteriorOutputs
 
@@ -73,7 +73,7 @@ class _UsersVariances(GaussianSource):
     def mean(self) -> OutputRows:
         return self.source.mean()
 
-    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
+    def gaussian(self, form: LatentForm, *, wide: bool = False) -> GaussianOutputs:
         if form != "diagonal":
             return self.source.gaussian(form, wide=wide)
         with self.posterior.as_user_object() as la:

@@ -546,7 +546,7 @@ _AT_ONCE = 500
 def in_parts(x: Any, name: str, at_once: int = _AT_ONCE) -> Iterator[Inputs]:
     """The inputs of a loader, or of a tensor, tuple or mapping, a few hundred at a time."""
     if x is None or isinstance(x, Number):
-        raise InvalidType(f"{name}={x!r}; give a tensor, tuple or mapping of inputs, or a loader of ")
+        raise InvalidType(f"{name}={x!r}; give a tensor, tuple or mapping of inputs, or a loader of batches.")
     for part in (inputs(batch) for batch in x) if is_loader(x) else (x,):
         count = size(part, "")
         step = at_once if can_split(part, count) else max(1, count)

@@ -208,7 +208,7 @@ def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: i
 # question, or the most probable tokens. Means of all of them come from one forward pass; variances are what costs.
 
 
-Given = Tensor | Sequence[int] | int | None
+WhichOutputs = Tensor | Sequence[int] | int | None
 """Indices `[K]` of every row, or `[B, *positions, K]` of each its own; a number K of the largest; None for all."""
 
 
@@ -223,7 +223,7 @@ class OutputChoice:
     positions: tuple[int, ...] = ()
 
     @classmethod
-    def from_argument(cls, given: Given, channel_dim: int = -1) -> OutputChoice | None:
+    def from_argument(cls, given: WhichOutputs, channel_dim: int = -1) -> OutputChoice | None:
         """The choice that was asked for; None for all outputs."""
         if given is None:
             return None

@@ -390,7 +390,7 @@ class OodScorer(Generic[Scores]):
             prediction = Prediction(
                 tuple(part.prediction for part in parts if part.prediction is not None),
                 self.weights.to(parts[0].network),
-                choice=lambda: torch.multinomial(self.weights.cpu(), self.n_samples, True, generator=draws()),
+                drawn_components=lambda: torch.multinomial(self.weights.cpu(), self.n_samples, True, generator=draws()),
                 as_rows=True,
             )
             distances = [part.distance for part in parts if part.distance is not None]
@@ -500,7 +500,7 @@ def _linearised(posterior: Posterior, x: Inputs, *, covariances: bool) -> tuple[
 
 def _has_evidence(posterior: Posterior) -> bool:
     """False of covariances that users assigned, or that were trained: they are taken as they are."""
-    return posterior.root is None and posterior.choices.structure.weighed
+    return posterior.root is None and posterior.choices.structure.scaled_by_noise
 
 
 def _at_evidence(group: PosteriorGroup) -> PosteriorGroup:

@@ -104,7 +104,7 @@ class VariationalCurvature(Curvature):
     weighs_data = False
     options = VariationalOptions
     n_passes = 2
-    weighed = False
+    scaled_by_noise = False
     holds_inputs = True
 
     @property

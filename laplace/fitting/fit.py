@@ -249,14 +249,14 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
     fsdp = posterior.weights.fsdp_processes
     options, model = options.within(fsdp), posterior.model
     looks = fsdp is None and options.removed_weight is None  # whether the network answers twice alike
-    first = DeterminismCheck(model, posterior.weights.forward_fn) if looks else None
+    determinism = DeterminismCheck(model, posterior.weights.forward_fn) if looks else None
     if options.processes is None:
         checks.warn_of_shards()
     with autograd_mode(), torch.no_grad(), same_random_state(model):
         if posterior.overrides(*FITTING):
             n_data = options.subset or checks.number_of_data(loader, posterior.choices.dict_key_y)
             options = replace(options, first_pass=lambda engine: posterior.users_pass(engine, n_data))
-        begin = partial(_begin, posterior, loader, options, first)
+        begin = partial(_begin, posterior, loader, options, determinism)
         begun = options.reading.begin(begin, options.settings(posterior))
         # Lengths could not be checked while the last layer was unknown.
         posterior = begun.posterior.at_hyperparameters(match_lengths(begun.posterior.hypers, begun.posterior.weights))
@@ -264,11 +264,11 @@ def compute_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions
         if options.weights is not None:
             engine.require_weighing(options.weights.name)
         fit = options.reading.fit(
-            begun.loader, engine, choices, lambda data: sum_data(data, engine, choices, options, first, content)
+            begun.loader, engine, choices, lambda data: sum_data(data, engine, choices, options, determinism, content)
         )
         check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = fit if options.weights is None else replace(fit, is_weighed=True)
-        return NewFit(posterior, fit, engine, None if first is None else first.reference, content.content)
+        return NewFit(posterior, fit, engine, None if determinism is None else determinism.reference, content.content)
 
 
 def engine_for(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
@@ -294,8 +294,10 @@ def engine_for(posterior: Posterior, options: FitOptions) -> CurvatureEngine:
 # The first batch: what is refused before it is read, and what it tells.
 
 
-def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, first: DeterminismCheck | None) -> Begun:
-    """A reading of the data that has begun; `first` looks at the first batch."""
+def _begin(
+    posterior: Posterior, loader: Iterable[Any], options: FitOptions, determinism: DeterminismCheck | None
+) -> Begun:
+    """A reading of the data that has begun; `determinism` looks at the first batch."""
     _refuse_unsupported(posterior, options)
     key = posterior.choices.dict_key_y
     batches.require_loader(loader, "train_loader")
@@ -307,7 +309,7 @@ def _begin(posterior: Posterior, loader: Iterable[Any], options: FitOptions, fir
     if begun is not None:
         x, y, loader = begun
         with named("batch 0"), noticing_swap(posterior.model, posterior.call, y):
-            posterior = infer_from_first_batch(posterior, x, y, first)
+            posterior = infer_from_first_batch(posterior, x, y, determinism)
     return Begun(posterior, loader, begun and begun[:2])
 
 
@@ -390,11 +392,11 @@ class _WithFirstBatch:
 
 
 def infer_from_first_batch(
-    posterior: Posterior, x: Inputs, y: Tensor, first: DeterminismCheck | None = None
+    posterior: Posterior, x: Inputs, y: Tensor, determinism: DeterminismCheck | None = None
 ) -> Posterior:
     """The posterior with what only data tell: which layer runs last, and in which dimension the classes are."""
     posterior = infer_channels(posterior, x, y)
-    problem = posterior.weights.discover(x, first)
+    problem = posterior.weights.discover(x, determinism)
     random = ((slot.name, problem.tensor(slot.name)) for slot in problem.slots)
     dtypes: dict[torch.dtype, str] = {}
     for name, tensor in (next(posterior.model.named_parameters()), *random):
@@ -464,7 +466,7 @@ def sum_data(
     engine: CurvatureEngine,
     choices: Choices,
     options: FitOptions,
-    first: DeterminismCheck | None = None,
+    determinism: DeterminismCheck | None = None,
     content: ContentReader | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss."""
@@ -477,7 +479,9 @@ def sum_data(
     make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
     listening = Listening(judge=None if loss is None else loss.see, profile=check)
     with engine.asked(listening):
-        fit = _Readings(loader, engine, listening, make_pass(engine), choices, options, first, content, check).fit()
+        fit = _Readings(
+            loader, engine, listening, make_pass(engine), choices, options, determinism, content, check
+        ).fit()
     if loss is not None:
         loss.require_curved()
     return fit
@@ -497,7 +501,7 @@ class _Readings:
     data_pass: DataPass
     choices: Choices
     options: FitOptions
-    first_batch: DeterminismCheck | None
+    determinism: DeterminismCheck | None
     content: ContentReader | None
     memory: Any  # Refuses what memory does not hold; None where that is not asked for
     number: int = 1  # of the reading
@@ -512,7 +516,7 @@ class _Readings:
             if engine.generator is not None and self.draws is not None:
                 engine.generator.set_state(self.draws)  # every reading is of the same sampled curvature
             totals, coverage = self.options.reading.sum_over(self._read, self.data_pass, engine)
-            totals = self._counted_alike(totals)
+            totals = self._of_same_data(totals)
             self.first_sums = self.first_sums or totals
             result = self.data_pass.finish()
             if isinstance(result, Curvature):
@@ -521,15 +525,15 @@ class _Readings:
                     names = engine.problem.layout.names
                     coverage = {n: f"{coverage.get(n, '?')} → {form}" for n, form in zip(names, forms, strict=True)}
                 counted, used = (
-                    self.data_pass.counted(self.first_sums),
+                    self.data_pass.summary_of_fit(self.first_sums),
                     engine.generator and engine.generator.get_state(),
                 )
                 return Fit(
                     result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used, gaps=counted.gaps
                 )
-            self.data_pass, self.first_batch, self.number = result, None, self.number + 1
+            self.data_pass, self.determinism, self.number = result, None, self.number + 1
 
-    def _counted_alike(self, totals: BatchSummary | None) -> BatchSummary:
+    def _of_same_data(self, totals: BatchSummary | None) -> BatchSummary:
         """The sums of a reading, if it was of as many data as the first one."""
         name = self.choices.structure.name
         if totals is None and self.first_sums is None:
@@ -549,7 +553,7 @@ class _Readings:
 
     def _read(self) -> BatchSummary | None:
         """Feeds every batch to the pass; returns sums of what they contribute besides curvature, or None."""
-        first, engine = self.first_batch, self.engine
+        determinism, engine = self.determinism, self.engine
         if self.first_sums is None and self.memory is not None:
             self.memory.before(self.engine, self.loader, self.choices.dict_key_y)
         total: BatchSummary | None = None
@@ -557,20 +561,23 @@ class _Readings:
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch, or after several: some are those of batches before
         dear = operations_are_dear(engine.problem.device)
-        self.listening.outputs, self.listening.keeps = None if first is None else first.record, first is not None
+        self.listening.outputs, self.listening.keeps = (
+            None if determinism is None else determinism.record,
+            determinism is not None,
+        )
         for number, batch in enumerate(self.loader):
             later = dear and number % _READ_TOGETHER != _READ_TOGETHER - 1
             with _within_memory(number), conditions.collected(later=later), named(f"batch {number}"):
-                data = self._counted(batch, all_count=self._all_count(number))
+                data = self._without_ignored(batch, all_count=self._all_count(number))
                 if data is None:
                     continue
                 if self.content is not None and self.number == 1:
                     self.content.see(*data[:2])
                 total = self._extended(total, *data)
-                if first is not None:
+                if determinism is not None:
                     conditions.read()
-                    first.run(*data[:2])
-                    first = None
+                    determinism.run(*data[:2])
+                    determinism = None
             bar.add(len(data[1]))
         conditions.read()
         bar.close()
@@ -588,7 +595,7 @@ class _Readings:
         place = number % _READ_TOGETHER
         return place < len(self.all_count) and self.all_count[place]
 
-    def _counted(self, batch: Any, *, all_count: bool) -> tuple[Inputs, Tensor, Tensor | None] | None:
+    def _without_ignored(self, batch: Any, *, all_count: bool) -> tuple[Inputs, Tensor, Tensor | None] | None:
         """Inputs and targets that are not ignored, with their weights, or None."""
         problem, rules, key = self.engine.problem, self.engine.target_rules, self.choices.dict_key_y
         return next_token.weighted(batch, key, problem.device, rules, problem.module, all_count=all_count)

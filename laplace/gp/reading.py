@@ -62,7 +62,7 @@ class ObservingPass(DataPass):
             self.n_outputs = f.shape[1]
             yield jacobian, f, targets
 
-    def counted(self, read: BatchSummary) -> BatchSummary:
+    def summary_of_fit(self, read: BatchSummary) -> BatchSummary:
         if self.losses is None:
             raise InvalidData("no batch was read.")
         return BatchSummary(self.losses, read.n_data, self.n_outputs)

@@ -165,10 +165,10 @@ class FittedHead:
             for t, c in zip(stacked.temperatures.tolist(), stacked.scales.tolist(), strict=True)
         ]  # fmt: skip
 
-        def choice() -> Tensor:
+        def of_samples() -> Tensor:
             return torch.multinomial(stacked.weights, n_samples, replacement=True, generator=draws())
 
-        return Prediction(tuple(parts), stacked.weights, choice=choice)
+        return Prediction(tuple(parts), stacked.weights, drawn_components=of_samples)
 
     @property
     def _noise(self) -> Tensor:

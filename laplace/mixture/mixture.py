@@ -287,10 +287,12 @@ class MixtureLaplace(CheckedConstructor, Predicting, Tunable, Saved):
         components = tuple(part for prediction in predictions for part in prediction.components)
         draws = replayed(options.generator, weights.device)
 
-        def choice() -> Tensor:
+        def of_samples() -> Tensor:
             return drawn_components(weights, options.n_samples, draws())
 
-        return Prediction(components, weights, self.components[0].channel_dim, choice if len(components) > 1 else None)
+        return Prediction(
+            components, weights, self.components[0].channel_dim, of_samples if len(components) > 1 else None
+        )
 
     def _samples_with(self, name: str, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> Tensor:
         """A component per sample, then a sample of it [Mixtures, eq. 8]."""

@@ -144,11 +144,13 @@ def checked_backend(backend: Any) -> type[CurvatureInterface]:
 WeightSampler = Callable[[int, torch.Generator | None], Tensor]
 """Draws S samples of the weights, `[S, P]`."""
 
-Given = float | Tensor
+HyperparameterValue = float | Tensor
 """A hyper-parameter as users give it."""
 
 
-def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: Given) -> Hyperparameters:
+def assigned(
+    now: Hyperparameters, likelihood: Likelihood, weights: Weights, **given: HyperparameterValue
+) -> Hyperparameters:
     """The present hyper-parameters with some that a user gives, of which copies are kept with the caller's graph."""
     checked: dict[str, Tensor] = {}
     known: dict[str, Tensor] = {}
@@ -343,7 +345,7 @@ class Posterior:
             return self
         return replace(self, hypers=hypers, root=None, calibration=None)
 
-    def assigned(self, **given: Given) -> Posterior:
+    def assigned(self, **given: HyperparameterValue) -> Posterior:
         """The posterior at hyper-parameters as users give them, by name; a calibration, of the former ones, is gone."""
         hypers = assigned(self.hypers, self.likelihood, self.weights, **given)
         return self.without_calibration(f"assigning {' and '.join(given)}").at_hyperparameters(hypers)

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from laplace.structures.precision import Form, Precision
 
 if TYPE_CHECKING:
     from laplace.posterior.posterior import Posterior
+
+LatentForm = Form | Literal["centred"]
+"""Forms of the covariance; `"centred"` are variances of the outputs less their mean."""
 
 Pieces = Generator[tuple[Jacobian, Tensor]]
 """Jacobians and outputs f, `[b, C]`, of consecutive parts of the inputs."""
@@ -53,7 +56,7 @@ class GaussianSource(ABC):
         """Mean of the latents, `[B, C]`, without their covariance."""
 
     @abstractmethod
-    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
+    def gaussian(self, form: LatentForm, *, wide: bool = False) -> GaussianOutputs:
         """Gaussian of the latents; `form` is as of `linearised`, with `wide` to draw samples from."""
 
     def along_axes(self) -> GaussianAlongAxes | None:
@@ -75,7 +78,7 @@ class SampleSource(ABC):
         """Samples of the latents, `[n, B, C]`."""
 
 
-def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> GaussianOutputs:
+def moments_of(drawn: OutputRows, form: LatentForm, group_size: int | None = None) -> GaussianOutputs:
     """The Gaussian with the moments of samples `[S, B, C]`, whose covariances are unbiased, in a form as below."""
     samples = drawn.values
     mean, covariance = sample_moments(samples)
@@ -127,7 +130,9 @@ class LinearisedOutputs(GaussianSource):
             rows = outputs(engine, self.x, create_graph=self.through_x)
             return rows if self.choice is None else self.choice.picked(rows)
 
-    def gaussian(self, form: str, *, wide: bool = False, engine: CurvatureEngine | None = None) -> GaussianOutputs:
+    def gaussian(
+        self, form: LatentForm, *, wide: bool = False, engine: CurvatureEngine | None = None
+    ) -> GaussianOutputs:
         """As of `GaussianSource`; by another engine of the same network, if one is given."""
         with checks.together():
             self.posterior.check_unchanged()
@@ -155,7 +160,7 @@ def linearised(
     engine: CurvatureEngine,
     precision: Precision,
     x: Inputs,
-    form: str,
+    form: LatentForm,
     *,
     step: Tensor | None = None,
     create_graph: bool = False,
@@ -178,7 +183,7 @@ def linearised(
 
 
 def gaussian_of(
-    pieces: Pieces, precision: Precision, form: str, *, wide: bool = False, group_size: int | None = None
+    pieces: Pieces, precision: Precision, form: LatentForm, *, wide: bool = False, group_size: int | None = None
 ) -> GaussianOutputs:
     """The same of Jacobians with the means of the outputs."""
     if form == "joint" and group_size is None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from laplace.core.arguments import check_counts, hint
-from laplace.core.positions import Given, OutputChoice
+from laplace.core.positions import OutputChoice, WhichOutputs
 from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidCall
 from laplace.likelihoods.links import LINKS
+from laplace.structures.precision import Form
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class PredictOptions:
     generator: torch.Generator | None = None
     joint: bool = False
     link_approx: LinkApprox | str | None = None
-    outputs: Given = None
+    outputs: WhichOutputs = None
     group_size: int | None = None
     choice: OutputChoice | None = None
     fitting: bool = False
     observation_noise: bool = False
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """Covariance of the latents: `"joint"`, `"diagonal"` or `"full"`."""
         return "joint" if self.joint else "diagonal" if self.diagonal_output else "full"
 

@@ -23,7 +23,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.links import LINKS, average_response
 from laplace.likelihoods.targets import Decomposition, Target, TargetMoments
 from laplace.network.model_guard import AS_IT_IS, autograd_mode
-from laplace.predictive.latent import GaussianSource, SampleSource, moments_of
+from laplace.predictive.latent import GaussianSource, LatentForm, SampleSource, moments_of
 from laplace.predictive.options import PredictOptions
 
 
@@ -72,14 +72,14 @@ class Prediction:
         components: Outputs under each component of the mixture Σ_k π_k p_k; one without a mixture.
         weights: π, `[K]`.
         channel_dim: Dimension of the network's outputs that holds the C classes or values.
-        choice: Draws the component of every sample, `[S]`, the same at every call; None for one component.
+        drawn_components: Draws the component of every sample, `[S]`, the same at every call; None for one component.
         as_rows: Whether quantities are shown as rows `[B, C]`, one per input, token or pixel: see `rows`.
     """
 
     components: tuple[PosteriorOutputs, ...]
     weights: Tensor
     channel_dim: int = -1
-    choice: Callable[[], Tensor] | None = None
+    drawn_components: Callable[[], Tensor] | None = None
     as_rows: bool = False
 
     @classmethod
@@ -349,10 +349,12 @@ class Prediction:
 
     def chosen(self, samples: Sequence[Tensor]) -> Tensor:
         """Samples `[S, …]`: the s-th one of the component that was chosen for it."""
-        if self.choice is None:
+        if self.drawn_components is None:
             return samples[0]
         stacked = _stacked(samples)
-        return stacked[self.choice().to(stacked.device), torch.arange(stacked.shape[1], device=stacked.device)]
+        return stacked[
+            self.drawn_components().to(stacked.device), torch.arange(stacked.shape[1], device=stacked.device)
+        ]
 
     def gaussian_interval(self, variances: Sequence[Tensor], level: float) -> tuple[Tensor, Tensor]:
         """Central quantiles of the mixture of Gaussians with the latents' means and these variances, rows `[B, C]`."""
@@ -517,7 +519,7 @@ class PosteriorOutputs:
         """True if the link draws from covariances."""
         return self.options.link == LinkApprox.MC
 
-    def _gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
+    def _gaussian(self, form: LatentForm, *, wide: bool = False) -> GaussianOutputs:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form, self.options.group_size)
         if form == "full" and self._link_draws and self._along_axes is not None:

@@ -18,7 +18,7 @@ from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import group_left_over
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior.tilt import Tilt
-from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
+from laplace.predictive.latent import GaussianSource, LatentForm, LinearisedOutputs, SampleSource
 from laplace.predictive.sampled import SampledOutputs, finite
 
 
@@ -57,7 +57,7 @@ class TiltedOutputs(GaussianSource):
         values = self.tilt.mean(self._likelihood, rows.values, _checked(self._read[1]))
         return OutputRows(values, rows.positions, rows.outputs)
 
-    def gaussian(self, form: str, *, wide: bool = False) -> GaussianOutputs:
+    def gaussian(self, form: LatentForm, *, wide: bool = False) -> GaussianOutputs:
         source, noise = self.source, self.source.posterior.hypers.sigma_noise
         noise = noise if source.choice is None else source.choice.noise(noise)
         if self.alone:
@@ -117,7 +117,7 @@ def distances(source: LinearisedOutputs | SampledOutputs, tilt: Tilt) -> tuple[O
     return rows, tilt.distance(in_rows(inputs, len(rows.values)), len(rows.values))
 
 
-def _without_covariance(rows: OutputRows, form: str, group_size: int | None, *, wide: bool) -> GaussianOutputs:
+def _without_covariance(rows: OutputRows, form: LatentForm, group_size: int | None, *, wide: bool) -> GaussianOutputs:
     """The outputs as a Gaussian without width, in a form of covariances."""
     n_rows, n_outputs = rows.values.shape
     like = widened(rows.values) if wide else rows.values

@@ -62,6 +62,7 @@ class LeaveOneOut:
         self_influence: g_nᵀ Σ₋ₙ g_n, `[N]`, in nats: about how much more the input's own loss would be without it.
         distance: How far the posterior's mean is from the mode of this prior, in posterior standard deviations.
         clipped: Inputs that could not be removed, `[N]`, bool; they have the moments with all data.
+        targets: Their targets, `[N]` or `[N, C]`, as the likelihood reads them.
     """
 
     mean: Tensor
@@ -71,7 +72,7 @@ class LeaveOneOut:
     self_influence: Tensor
     distance: float
     clipped: Tensor
-    _targets: Tensor
+    targets: Tensor
 
     @property
     def is_at_mode(self) -> bool:

@@ -48,7 +48,7 @@ class DataPass(ABC):
     def finish(self) -> Curvature | DataPass:
         """The curvature after the last reading, or the next reading."""
 
-    def counted(self, read: BatchSummary) -> BatchSummary:
+    def summary_of_fit(self, read: BatchSummary) -> BatchSummary:
         """Loss and number of data of the fit, from those of everything that was read: of a kept subset others."""
         return read
 
@@ -109,7 +109,8 @@ class Curvature(ABC):
         n_passes: Smallest number of passes over the data.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         weighs_data: Whether data can have weights.
-        weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
+        scaled_by_noise: Whether noise and temperature scale it in the precision, and not in the bound of the evidence
+            alone.
         is_exact: Whether it holds every entry of the curvature, so that a step of Newton's is exact.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         holds_inputs: Whether it, and a saved state, hold what the network or its layers see of training data.
@@ -122,7 +123,7 @@ class Curvature(ABC):
     n_passes: int = 1
     exact_ggn: bool = False
     weighs_data: bool = True
-    weighed: bool = True
+    scaled_by_noise: bool = True
     is_exact: bool = False
     is_wide: bool = False
     holds_inputs: bool = False

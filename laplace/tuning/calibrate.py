@@ -194,7 +194,7 @@ def refuse_unscalable(posterior: Posterior) -> None:
     """Refuses posteriors whose covariance the temperature and the prior precision do not scale."""
     posterior.require_fitted()
     posterior.check_unchanged()
-    if not posterior.choices.structure.weighed:
+    if not posterior.choices.structure.scaled_by_noise:
         raise UnsupportedError(
             "calibrate of a variational posterior (VaLLA), whose covariance is trained and not scaled by its "
             "temperature; use hessian_structure='gp', or another structure of weights."
@@ -389,7 +389,7 @@ def _left_out_tilt(
     layers, why_none = tilting.leverages_of(scored.posterior, fold.data, anew=True)
     if not layers:
         return (), why_none, []
-    f, y = fold.found.mean.to(sigma), fold.found._targets
+    f, y = fold.found.mean.to(sigma), fold.found.targets
     values = tilting.left_out(scored.posterior, layers, fold.data)
     if len(values) != len(f) or bool(values.isnan().all()):
         return (), "it takes validation data, or twice as many training data as a layer has inputs", []
@@ -542,7 +542,7 @@ class _ScoreDifferences:
             found, like = fold.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)
             r = [one.r for one in kept[0]] if kept else []
-            self._add(scored, [(mean, lambda part: covariance[part], ())], found._targets, r)
+            self._add(scored, [(mean, lambda part: covariance[part], ())], found.targets, r)
         elif kept and all(one.latents is not None for batch in kept for one in batch):
             for number, batch in enumerate(kept):
                 with named(f"validation batch {number}"):

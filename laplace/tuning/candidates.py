@@ -178,7 +178,7 @@ class Candidates:
             weights = torch.stack(
                 [posterior.at_hyperparameters(setting).evidence.weights.mean() for setting in settings]
             )
-            self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
+            self.factors = weights / weights[0] if first.fit.curvature.scaled_by_noise else torch.ones_like(weights)
             self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
         self.summaries = predictive.summaries(posterior.likelihood, for_scores=not whole_covariance)
         self._weights: dict[int, Tensor] = {}

@@ -16,7 +16,7 @@ from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import same_random_state
-from laplace.posterior.posterior import Given, Posterior
+from laplace.posterior.posterior import HyperparameterValue, Posterior
 from laplace.tuning.candidates import Candidates, MixedCandidates, Predictive
 from laplace.tuning.search import NAMES
 
@@ -55,7 +55,7 @@ class PosteriorGroup:
         """The posteriors at shared hyper-parameters, with their graph; each keeps its own prior mean."""
         return replace(self, posteriors=tuple(one.at_hyperparameters(_shared(hypers, one)) for one in self.posteriors))
 
-    def assigned(self, **values: Given) -> tuple[Posterior, ...]:
+    def assigned(self, **values: HyperparameterValue) -> tuple[Posterior, ...]:
         """The posteriors at hyper-parameters as users give them, by name.
 
         Raises:
