@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = attach(
         "laplace.extensions.matrix_free": "MatrixFreeCurvature",
         "laplace.structures.precision": "Precision",
     },
-    own="FAMILIES FORMS STRUCTURES",
+    own="FAMILIES STRUCTURES",
 )
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")

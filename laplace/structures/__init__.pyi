@@ -28,7 +28,6 @@ __all__ = [
     "DiagCurvature",
     "EkfacCurvature",
     "FAMILIES",
-    "FORMS",
     "FullCurvature",
     "KronCurvature",
     "LowRankCurvature",
