@@ -29,7 +29,7 @@ from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, NotFittedError, StateError, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, NotFittedError, StateError, UnsupportedError
 from laplace.extensions.valla_training import (
     LEARNT,
     STRATEGIES,
@@ -47,7 +47,7 @@ from laplace.function_space.posteriors import BaseFunctionalLaplace, held_out_nl
 from laplace.gp.reading import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.jacobian.jacobian import Jacobian, kernel_at, require_rows
 from laplace.large_structures.dual import JointPrecision, ProjectedScan
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite, require_read
 from laplace.structures.precision import Precision
 
 
@@ -276,12 +276,9 @@ class BoundPass(ObservingPass):
         return uncounted(y)
 
     def finish(self) -> VariationalCurvature:
-        if self.second is None or self.total is None:
-            raise InvalidData("no batch was read.")
         size = len(self.inducing.root)
-        return VariationalCurvature(
-            self.inducing, self.places, self.second.reshape(-1, size, size), self.total.reshape(-1)
-        )
+        second, total = require_read(self.second).reshape(-1, size, size), require_read(self.total).reshape(-1)
+        return VariationalCurvature(self.inducing, self.places, second, total)
 
 
 # The posterior as users hold it.

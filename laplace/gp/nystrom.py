@@ -23,13 +23,13 @@ from laplace.core.layout import Layout
 from laplace.core.linalg import bilinear, power
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.gp.reading import ObservingPass, jacobians, uncounted
 from laplace.gp.subset import Pool, make_score
 from laplace.jacobian.jacobian import Jacobian, kernel
 from laplace.large_structures import subspace
 from laplace.large_structures.dual import ProjectedScan, SplitPrior, pulled
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite, require_read
 from laplace.structures.precision import Form, Precision
 
 # Posterior precisions in the span of a few directions.
@@ -302,7 +302,6 @@ class GramPass(ObservingPass):
         return curvature
 
     def _curvature(self) -> NystromCurvature:
-        if self.gram is None:
-            raise InvalidData("no batch was read.")
-        gram = self.gram if self.gram.ndim == 3 else self.gram.unsqueeze(0)
+        gram = require_read(self.gram)
+        gram = gram if gram.ndim == 3 else gram.unsqueeze(0)
         return NystromCurvature(self.directions, 0.5 * (gram + gram.mT))

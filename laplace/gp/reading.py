@@ -10,10 +10,9 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.positions import require_none
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.checks import refuse_gaps
-from laplace.structures.base import DataPass, require_finite
+from laplace.structures.base import DataPass, require_finite, require_read
 
 HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
 """Text that `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
@@ -63,9 +62,7 @@ class ObservingPass(DataPass):
             yield jacobian, f, targets
 
     def summary_of_fit(self, read: BatchSummary) -> BatchSummary:
-        if self.losses is None:
-            raise InvalidData("no batch was read.")
-        return BatchSummary(self.losses, read.n_data, self.n_outputs)
+        return BatchSummary(require_read(self.losses), read.n_data, self.n_outputs)
 
 
 def uncounted(y: Tensor, n_outputs: int = 0) -> BatchSummary:

@@ -28,8 +28,8 @@ from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
-from laplace.errors import InvalidArgument, InvalidData, StateError
-from laplace.structures.base import Curvature, DataPass, SumPass, require_finite, those_known
+from laplace.errors import InvalidArgument, StateError
+from laplace.structures.base import Curvature, DataPass, SumPass, require_finite, require_read, those_known
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
@@ -67,9 +67,7 @@ class Correction(DataPass):
 
     def read(self) -> Tensor:
         """The diagonals of all data, `[E, n]`."""
-        if self.corrected is None:
-            raise InvalidData("no batch was read.")
-        return self.corrected
+        return require_read(self.corrected)
 
 
 @dataclass(frozen=True, eq=False)

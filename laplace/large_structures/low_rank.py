@@ -29,12 +29,20 @@ from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import ProductSink
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.large_structures import subspace
 from laplace.large_structures.woodbury import CANCELLING, cancels
-from laplace.structures.base import Curvature, DataPass, SignedOptions, nonnegative, require_finite, those_known
+from laplace.structures.base import (
+    Curvature,
+    DataPass,
+    SignedOptions,
+    nonnegative,
+    require_finite,
+    require_read,
+    those_known,
+)
 from laplace.structures.precision import (
     Form,
     Precision,
@@ -650,9 +658,7 @@ class _BasisPass(DataPass):
             self.products, self.trace = zeros["products"], zeros.get("trace", self.trace)
 
     def finish(self) -> Curvature | DataPass:
-        if self.products is None:
-            raise InvalidData("no batch was read.")
-        basis, products = self.basis, self.products
+        basis, products = self.basis, require_read(self.products)
         del self.basis, self.products  # the next reading holds its own
         if self.left == 0 and self.is_rounded:
             basis, products = basis.to(self.engine.dtype), products.to(self.engine.dtype)

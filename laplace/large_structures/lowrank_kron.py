@@ -39,7 +39,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe, require_blocks
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink, KronSink, PairOfSinks
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, StateError
+from laplace.errors import CurvatureError, InvalidArgument, StateError
 from laplace.jacobian.blocks import Block, ProductBasis, TensorShape, chunks, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.outer import unpicked
@@ -55,7 +55,7 @@ from laplace.large_structures.kronecker_eigenvectors import (
     pair_bytes,
 )
 from laplace.large_structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass, require_finite, require_read, those_known
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
 
@@ -743,9 +743,7 @@ class _ProbePass(DataPass):
             self.diagonal = zeros.diagonal
 
     def _read(self) -> tuple[KronParts, Tensor]:
-        if self.products is None or self.diagonal is None:
-            raise InvalidData("no batch was read.")
-        return self.products, self.diagonal
+        return require_read(self.products), require_read(self.diagonal)
 
     def finish(self) -> Curvature | DataPass:
         parts, diagonal = self._read()

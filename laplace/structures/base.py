@@ -362,6 +362,13 @@ def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in sums.items() if tensor is not None}
 
 
+def require_read(total: T | None) -> T:
+    """A running sum, which is None until a batch is added to it."""
+    if total is None:
+        raise InvalidData("no batch was read.")
+    return total
+
+
 def require_finite(finite: Tensor | bool) -> None:
     """Requires that a batch's numbers are finite."""
     checks.require(
@@ -448,9 +455,7 @@ class SumPass(DataPass, Generic[A]):
         return self._read().kept()
 
     def _read(self) -> A:
-        if self.total is None:
-            raise InvalidData("no batch was read.")
-        return self.total
+        return require_read(self.total)
 
 
 # Curvature that may be indefinite: what becomes of directions in which the loss curves downwards.
