@@ -29,7 +29,7 @@ from laplace.engines.kron_parts import Factor, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.engines.sinks import DiagSink
 from laplace.errors import InvalidArgument, StateError
-from laplace.structures.base import Curvature, DataPass, SumPass, require_finite, require_read, those_known
+from laplace.structures.base import Curvature, DataPass, SumPass, require_finite, require_read
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kron import KronCurvature, KronPrecision, spectral_scan
 from laplace.structures.precision import SpectralScan
@@ -59,7 +59,7 @@ class Correction(DataPass):
         return summary
 
     def sums(self) -> dict[str, Tensor]:
-        return those_known(corrected=self.corrected)
+        return {} if self.corrected is None else {"corrected": self.corrected}
 
     def make_room(self, form: Any) -> None:
         if self.corrected is None:

@@ -41,7 +41,6 @@ from laplace.structures.base import (
     nonnegative,
     require_finite,
     require_read,
-    those_known,
 )
 from laplace.structures.precision import (
     Form,
@@ -650,7 +649,8 @@ class _BasisPass(DataPass):
             draws.set_state(state)  # of sampled curvature the trace is that of the very same operator
 
     def sums(self) -> dict[str, Tensor]:
-        return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
+        sums = {"products": self.products, "trace": self.trace if self.measures_trace else None}
+        return {name: tensor for name, tensor in sums.items() if tensor is not None}
 
     def make_room(self, form: Any) -> None:
         if self.products is None:

@@ -55,7 +55,7 @@ from laplace.large_structures.kronecker_eigenvectors import (
     pair_bytes,
 )
 from laplace.large_structures.woodbury import cancels, products, shrinkage, shrinkage_slope, whitened_power
-from laplace.structures.base import Curvature, DataPass, require_finite, require_read, those_known
+from laplace.structures.base import Curvature, DataPass, require_finite, require_read
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.precision import Form, Precision, mean_weight, weighted
 
@@ -731,7 +731,7 @@ class _ProbePass(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         products, diagonal = self._read()
-        return {**products.factors, **those_known(diagonal=diagonal if self.ranges is None else None)}
+        return {**products.factors, **({"diagonal": diagonal} if self.ranges is None else {})}
 
     def form(self) -> Any:
         return nested.form_of(nested.state_of(KronSketch(*self._read())))

@@ -357,11 +357,6 @@ class Curvature(ABC):
         return tuple(block.to(dtype) for block in H) if isinstance(H, tuple) else H.to(dtype)
 
 
-def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
-    """Running sums by name, less those that no batch has been added to."""
-    return {name: tensor for name, tensor in sums.items() if tensor is not None}
-
-
 def require_read(total: T | None) -> T:
     """A running sum, which is None until a batch is added to it."""
     if total is None:
