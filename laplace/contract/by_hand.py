@@ -78,7 +78,9 @@ class KronByHand(ByHand):
     """Kronecker factors per tensor, a `Kron`, or their eigendecompositions, a `KronDecomposed`."""
 
     def zeros(self, problem: Problem, like: Tensor) -> Kron:
-        return Kron([_zero_block(slot, like) for slot in problem.slots])
+        # Of some entries of a tensor zero is a diagonal, which gives way to another form when that is added to it.
+        slots = problem.slots
+        return Kron([zero_block(s.shape, like) if s.entries is None else [like.new_zeros(s.size)] for s in slots])
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
         if engine.likelihood.weighs_targets:
@@ -204,11 +206,6 @@ def _product(vectors: Tensor, values: Tensor) -> Tensor:
 def _of_values(vectors: Tensor) -> tuple[int, ...]:
     """Shape of the eigenvalues that eigenvectors have."""
     return tuple(vectors.shape if vectors.ndim == 1 else vectors.shape[:-1])
-
-
-def _zero_block(slot: ParameterSlice, like: Tensor) -> list[Tensor]:
-    """Zero factors of a tensor; a diagonal of some of its entries, which gives way to another form that is added."""
-    return zero_block(slot.shape, like) if slot.entries is None else [like.new_zeros(slot.size)]
 
 
 # Checks.

@@ -7,7 +7,6 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,7 +198,8 @@ class EkfacCurvature(Curvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
-        bases = _bases_of(state["bases"], kron, corrected[0])
+        parts = corrected[0].split([block.size for block in kron.parts.blocks])
+        bases = tuple(_basis_of(part, **basis) for basis, part in zip(state["bases"], parts, strict=True))
         return nested.from_state(cls, {"kron": kron, "bases": bases, "corrected": corrected})
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
@@ -231,12 +231,6 @@ def _parts(basis: BlockSpectrum) -> dict[str, Any]:
         "basis": basis.basis,
         "output_first": basis.output_first,
     }
-
-
-def _bases_of(states: Iterable[dict[str, Any]], kron: KronCurvature, values: Tensor) -> tuple[BlockSpectrum, ...]:
-    """The bases of what a state holds, with eigenvalues `[P]`."""
-    parts = values.split([block.size for block in kron.parts.blocks])
-    return tuple(_basis_of(part, **basis) for basis, part in zip(states, parts, strict=True))
 
 
 def _basis_of(values: Tensor, left: Tensor | None, right: Tensor | None, **rest: Any) -> BlockSpectrum:

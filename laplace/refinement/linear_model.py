@@ -457,11 +457,6 @@ class Refiner(ABC, Generic[S]):
             model, start, covariance.solve, tolerance=tolerance, max_steps=self.options.max_steps, progress_bar=show
         )
 
-    @property
-    def bound_tolerance(self) -> float:
-        """Change of a bound, relative to its size, that counts as none."""
-        return self.options.tolerance or _BOUND_TOLERANCE[self.dtype]
-
     def result(self, method: str, covariance: S, end: Minimum, standard_error: float = 0.0) -> Refinement:
         """The refinement at the end of a search."""
         return Refinement(
@@ -476,5 +471,5 @@ _SAME = 1e-3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """In posterior standard deviations: what products with a Jacobian of this precision can resolve."""
 
-_BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
-"""Of a bound that cannot grow any more, relative to its size."""
+BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""Change of a bound, relative to its size, that counts as none, of outputs that are known in this precision."""

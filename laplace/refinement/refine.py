@@ -30,7 +30,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedErr
 from laplace.gp.subset import SubsetCurvature
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
-from laplace.refinement.linear_model import LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
+from laplace.refinement.linear_model import BOUND_TOLERANCE, LinearModel, Minimum, RefineOptions, Refiner, S, Smoothing
 from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.result import Refinement
 from laplace.refinement.weight_space import WeightRefiner
@@ -109,7 +109,8 @@ def _variational(refiner: Refiner[S]) -> Refinement:
 
 def _ascend(refiner: Refiner[S], state: _BoundedGaussian[S]) -> tuple[_BoundedGaussian[S], Minimum]:
     """Natural gradient steps, none of which lowers the bound, until it does not change; its values on the way."""
-    options, tolerance = refiner.options, refiner.bound_tolerance
+    options = refiner.options
+    tolerance = options.tolerance or BOUND_TOLERANCE[refiner.dtype]
     values, rate, change, target = [state.elbo], 1.0, float("inf"), None
     with tqdm(total=options.max_steps, desc="refine", disable=not options.progress_bar) as bar:
         for _ in range(options.max_steps):
