@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
+from laplace.core import pieces
 from laplace.network.model_guard import private_copy
 from tests.reference.compare import assert_close
 
@@ -64,3 +68,39 @@ def test_the_switch_is_put_back(before: bool) -> None:
         assert torch.backends.mha.get_fastpath_enabled() is before
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+class Fused(nn.Module):
+    """Attention as a function, of which PyTorch has no backward pass for many cotangents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.parametrize(("length", "passes"), [(6, 0), (20, 3)], ids=["short", "long"])
+def test_fused_attention_is_no_loop_over_cotangents_where_operations_are_dear(
+    length: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But over texts whose scores would be larger than all else."""
+
+    class Backward(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model, x, y, seen = Fused().eval(), torch.randn(5, length, 8), torch.arange(5) % 3, list[str]()
+    expected = Laplace(model, "classification", "all", "diag")
+    expected.fit([(x, y)])
+    monkeypatch.setattr(pieces, "_CHEAP", frozenset({"meta"}))
+    la = Laplace(model, "classification", "all", "diag")
+    la.fit([(x, y)])
+    assert torch.allclose(la.H, expected.H, rtol=1e-4)
+    with Backward():
+        la(x)
+    assert sum("attention" in name and "backward" in name for name in seen) == passes

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
 from laplace.core.pieces import operations_are_dear
+from laplace.engines.native.steps import has_few_scores
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import computable_again, switched_off
 from laplace.network.tree import modules_of
@@ -139,17 +140,21 @@ def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
 def differentiable(module: nn.Module, *, twice: bool, of_head: bool = False) -> Iterator[None]:
     """Context in which gradients are dense and true derivatives, and differentiable again with `twice`.
 
-    Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
-    say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
-    and of its fused weight norm wrong ones. `twice` also serves gradients that are vectorised over data. Recurrent
-    layers run without cuDNN, unless the graph is that `of_head`, which begins behind them.
+    Attention takes the kernel that has second derivatives; over short texts so it does where operations are dear, since
+    PyTorch runs the backward pass of its others in a loop over the cotangents. A table's `sparse=True` and
+    `scale_grad_by_freq=True` say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch
+    has no second derivatives, and of its fused weight norm wrong ones. `twice` also serves gradients that are
+    vectorised over data. Recurrent layers run without cuDNN, unless the graph is that `of_head`, which begins behind
+    them.
     """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    short_by_products = operations_are_dear(device) and not (of_head or twice)
     tables = [table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag))]
-    rewritten = twice or any(table.sparse or table.scale_grad_by_freq for table in tables)
+    rewritten = twice or short_by_products or any(table.sparse or table.scale_grad_by_freq for table in tables)
     with (
         without_cudnn(module) if twice or not of_head else nullcontext(),
         sdpa_kernel(SDPBackend.MATH) if twice else nullcontext(),
-        _Rewritten(twice=twice) if rewritten else nullcontext(),
+        _Rewritten(twice=twice, short_by_products=short_by_products) if rewritten else nullcontext(),
     ):
         yield
 
@@ -194,9 +199,10 @@ def _through_recurrence() -> Iterator[None]:
 class _Rewritten(TorchFunctionMode):
     """Replaces some functions of PyTorch by others with the same values."""
 
-    def __init__(self, *, twice: bool) -> None:
+    def __init__(self, *, twice: bool, short_by_products: bool) -> None:
         super().__init__()
         self.twice = twice
+        self.short_by_products = short_by_products
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -211,7 +217,14 @@ class _Rewritten(TorchFunctionMode):
             return func(*given.args, **given.kwargs)
         if func is torch._weight_norm and self.twice:
             return _weight_norm(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and self.short_by_products and _is_short(*args, **kwargs):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_short(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+    return has_few_scores(key)
 
 
 _TABLES = {table: inspect.signature(table) for table in (F.embedding, F.embedding_bag)}

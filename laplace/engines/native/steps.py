@@ -162,6 +162,11 @@ There products are faster than PyTorch's fused attention, whose backward pass is
 """
 
 
+def has_few_scores(keys: Tensor) -> bool:
+    """True if products are the better way of attention with these keys `[…, L, E]`."""
+    return keys.shape[-2] <= _SHORT * keys.shape[-1]
+
+
 def attend(
     linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None] | None:
@@ -178,7 +183,7 @@ def attend(
     causal = a["is_causal"] and a["key_padding_mask"] is None and not a["need_weights"]
     mask = _mask(None if causal else a["attn_mask"], a["key_padding_mask"], q, k)
     weights = None
-    short = mask is None and not causal and k.shape[-2] <= _SHORT * k.shape[-1]
+    short = mask is None and not causal and has_few_scores(k)
     if a["need_weights"] or short:
         scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
