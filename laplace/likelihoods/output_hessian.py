@@ -72,8 +72,10 @@ class OutputHessian:
     def wide(self) -> OutputHessian:
         """The same in float64, as its sums are."""
         diag, vec = self._parts
-        wide = self.to(diag.dtype)
-        return replace(wide, diag=diag, vec=vec)
+        dense, weights = (None if part is None else widened(part) for part in (self.dense, self.weights))
+        wide = replace(self, diag=diag, vec=vec, dense=dense, weights=weights)
+        vars(wide)["_parts"] = diag, vec  # which add up already
+        return wide
 
     def state(self) -> dict[str, Any]:
         """Tensors and flags, from which it is made again."""

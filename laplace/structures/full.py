@@ -23,7 +23,7 @@ from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.log_det import log_det_relative
-from laplace.core.pieces import bytes_at_once
+from laplace.core.pieces import bytes_at_once, operations_are_dear
 from laplace.core.precision_policy import root_dtype, widened
 from laplace.engines.cost import DOUBLE, Cost
 from laplace.engines.profile import MatrixCost
@@ -73,8 +73,9 @@ class HeadRoots:
         # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
         mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
         lower = torch.stack([torch.linalg.qr((root[entries] - shared).T, mode)[1].T for entries in order]).to(dtype)
-        starts = range(0, order.shape[1], _COLUMNS)
-        columns = (lower[:, start:, start : start + _COLUMNS].permute(1, 2, 0).flatten(1) for start in starts)
+        width = order.shape[1] if operations_are_dear(root.device) else _COLUMNS
+        starts = range(0, order.shape[1], width)
+        columns = (lower[:, start:, start : start + width].permute(1, 2, 0).flatten(1) for start in starts)
         return cls(tuple(part.contiguous() for part in columns), len(order))
 
     def variances(self, features: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def test_budgets_are_a_few_passes_of_the_network(name: tuple[str, str, str]) -> 
     budget: Budget = BUDGETS[name]
     assert budget.tuning_reads <= (4 if weights == "all" else 21)
     if weights == "last_layer":
-        assert budget.batch <= forward + 50 and budget.probit <= forward + 27
+        # Sides of few rows, as those of such small data, are rotated by two products more than matrices.
+        assert budget.batch <= forward + 45 and budget.probit <= forward + 27
     elif structure == "full":
         assert budget.batch <= 121 and budget.probit <= 120
     else:
