@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -213,7 +212,7 @@ def make_plan(
     `repeated` data are one input twice, a stand-in for a batch of one: every dimension of it could carry the data, and
     which one is meant makes no difference. Without the ladder of fallbacks the result is None where a tensor needs it.
     """
-    proof = probe(problem, capture, x)
+    trial = Trial(problem, capture, probe(problem, capture, x))
     all_owners, routing = owners(problem), Routing(capture)
     moving, moves_rows = moving_nodes(capture), moves(capture)
     least = Explained.HERE if ladder or problem.processes is not None else Explained.ALWAYS
@@ -223,16 +222,16 @@ def make_plan(
         families = [roles for roles in _families(capture, own, problem.slots[slot].name) if roles]
         return _by_certainty(problem, slot, families, capture, routing, least)
 
-    used = {i: partial(_taken, problem, i, truth) for i, truth in enumerate(proof.truths) if truth is not None}
+    used = [i for i, truth in enumerate(trial.probe.truths) if truth is not None]
     # The likeliest candidates of all tensors are compared before any answer is read: that waits for the device.
-    near, matters = _compared(problem, used, {i: next(levels(i), None) for i in used}, capture, proof)
+    near, matters = trial.compared({i: next(levels(i), (Explained.NOT, []))[1] for i in used})
     plan: list[JacobianRule] = []
-    for i in range(len(proof.truths)):
-        if i not in used:
+    for i in range(len(trial.probe.truths)):
+        if i not in near:
             plan.append(JacobianRule())
             continue
         for level, (certainty, candidates) in enumerate(levels(i)):
-            passed = near[i] if level == 0 and near[i] else _passed(problem, i, candidates, capture, proof, used[i]())
+            passed = near[i] if level == 0 and near[i] else trial.passed(i, candidates)
             if passed:
                 unique = (repeated or len(passed) == 1) and matters[i]
                 lasting = unique and not moves_rows and sees_batch(passed[0], capture)
@@ -242,38 +241,79 @@ def make_plan(
         else:
             if not ladder:
                 return None
-            plan.append(_prove_fallback(problem, i, x, capture, proof))
-    return _with_rows(problem, tuple(plan), capture, proof)
+            plan.append(_prove_fallback(trial, i, x))
+    return _with_rows(trial, tuple(plan))
 
 
-def _taken(problem: Problem, slot: int, truth: Tensor) -> Tensor:
-    """The random entries of a tensor's derivative, `[p]`."""
-    return problem.slots[slot].take(truth.to_dense())
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What candidates for the tensors of a problem are tried on: a captured batch, with autograd's numbers."""
+
+    problem: Problem
+    capture: Capture
+    probe: Probe
+
+    def expected(self, slot: int) -> Tensor:
+        """Autograd's number of a tensor that is used: the random entries of its derivative, `[p]`."""
+        truth = self.probe.truths[slot]
+        if truth is None:
+            raise ValueError(f"the outputs do not depend on {self.problem.slots[slot].name!r}.")
+        return self.problem.slots[slot].take(truth.to_dense())
+
+    def passed(self, slot: int, candidates: Sequence[JacobianRule]) -> list[JacobianRule]:
+        """The candidates whose factors reproduce autograd's number.
+
+        If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
+        """
+        expected = self.expected(slot)
+        numbers = self._numbers(slot, candidates, expected)
+        if not numbers:
+            return []
+        are_near = torch.stack([self._is_near(number, expected) for number in numbers])
+        near = [number.rule for number, is_near in zip(numbers, are_near.tolist(), strict=True) if is_near]
+        return near or [n.rule for n in numbers if self.probe.agree(slot, n.actual, expected, n.bound)]
+
+    def compared(
+        self, candidates: Mapping[int, Sequence[JacobianRule]]
+    ) -> tuple[dict[int, list[JacobianRule]], dict[int, bool]]:
+        """For some tensors the candidates that are close to autograd's number, and whether that is not zero."""
+        rules: dict[int, list[JacobianRule]] = {}
+        answers: list[Tensor] = []
+        for slot, some in candidates.items():
+            expected = self.expected(slot)
+            numbers = self._numbers(slot, some, expected)
+            rules[slot] = [number.rule for number in numbers]
+            answers += [self._is_near(number, expected) for number in numbers]
+            answers.append(expected.any())
+        read = iter(torch.stack([answer.to(self.capture.f.device) for answer in answers]).tolist() if answers else [])
+        near: dict[int, list[JacobianRule]] = {}
+        matters: dict[int, bool] = {}
+        for slot, some in rules.items():
+            near[slot] = [rule for rule in some if next(read)]
+            matters[slot] = next(read)
+        return near, matters
+
+    def _numbers(self, slot: int, candidates: Sequence[JacobianRule], expected: Tensor) -> list[_Number]:
+        r, numbers = self.probe.r, list[_Number]()
+        for rule in candidates:
+            try:
+                block = block_of(self.problem, slot, rule.uses, self.capture, self.probe.gradients)
+                actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+            except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
+                if ran_out(error):
+                    raise  # an axis that is refused for want of memory would be another curvature
+                continue
+            numbers.append(_Number(rule, actual, block.bound() * r.abs().max()))
+        return numbers
+
+    def _is_near(self, number: _Number, expected: Tensor) -> Tensor:
+        return _is_close(number.actual, expected, number.bound, self.probe.coarsest)
 
 
-def _compared(
-    problem: Problem,
-    used: Mapping[int, Callable[[], Tensor]],
-    levels: Mapping[int, tuple[Explained, list[JacobianRule]] | None],
-    capture: Capture,
-    proof: Probe,
-) -> tuple[dict[int, list[JacobianRule]], dict[int, bool]]:
-    """For tensors with their candidates those that are close to autograd's number, and whether that is not zero."""
-    rules: dict[int, list[JacobianRule]] = {}
-    answers: list[Tensor] = []
-    for i, level in levels.items():
-        expected = used[i]()
-        numbers = [] if level is None else _numbers(problem, i, level[1], capture, proof, expected)
-        rules[i] = [rule for rule, _, _ in numbers]
-        answers += [_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers]
-        answers.append(expected.any())
-    read = iter(torch.stack([answer.to(capture.f.device) for answer in answers]).tolist() if answers else [])
-    near: dict[int, list[JacobianRule]] = {}
-    matters: dict[int, bool] = {}
-    for i, candidates in rules.items():
-        near[i] = [rule for rule in candidates if next(read)]
-        matters[i] = next(read)
-    return near, matters
+class _Number(NamedTuple):
+    rule: JacobianRule
+    actual: Tensor  # The number that its factors give, `[p]`
+    bound: Tensor  # How large its terms are, 0-dim
 
 
 def explains(problem: Problem, slot: int, rule: JacobianRule, capture: Capture) -> Explained:
@@ -397,12 +437,13 @@ def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterat
 # Outputs with positions: which tensors have a row for every position.
 
 
-def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
+def _with_rows(trial: Trial, plan: Plan) -> Plan:
     """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
 
     That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
     since they share their output gradients.
     """
+    problem, capture, proof = trial.problem, trial.capture, trial.probe
     if not capture.positions:
         return plan
     rows: dict[int, Block] = {}  # blocks of one position for every row
@@ -503,48 +544,6 @@ def first_of_use(plan: Plan) -> list[int]:
     return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
 
 
-def _passed(
-    problem: Problem,
-    slot: int,
-    candidates: Sequence[JacobianRule],
-    capture: Capture,
-    proof: Probe,
-    expected: Tensor,
-) -> list[JacobianRule]:
-    """The candidates whose factors reproduce autograd's number.
-
-    If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
-    """
-    numbers = _numbers(problem, slot, candidates, capture, proof, expected)
-    if not numbers:
-        return []
-    are_near = torch.stack([_is_close(actual, expected, bound, proof.coarsest) for _, actual, bound in numbers])
-    near = [rule for (rule, _, _), is_near in zip(numbers, are_near.tolist(), strict=True) if is_near]
-    return near or [rule for rule, actual, bound in numbers if proof.agree(slot, actual, expected, bound)]
-
-
-def _numbers(
-    problem: Problem,
-    slot: int,
-    candidates: Sequence[JacobianRule],
-    capture: Capture,
-    proof: Probe,
-    expected: Tensor,
-) -> list[tuple[JacobianRule, Tensor, Tensor]]:
-    """The number that the factors of every candidate give, and how large its terms are."""
-    numbers: list[tuple[JacobianRule, Tensor, Tensor]] = []
-    for rule in candidates:
-        try:
-            block = block_of(problem, slot, rule.uses, capture, proof.gradients)
-            actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-        except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
-            if ran_out(error):
-                raise  # an axis that is refused for want of memory would be another curvature
-            continue
-        numbers.append((rule, actual, block.bound() * proof.r.abs().max()))
-    return numbers
-
-
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which factors are contracted: at least float32."""
     return torch.promote_types(dtype, torch.float32)
@@ -557,8 +556,9 @@ _COTANGENTS = 3
 """Number of cotangents in a fallback's proof: with one, swapped cotangents would go unnoticed."""
 
 
-def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, proof: Probe) -> JacobianRule:
+def _prove_fallback(trial: Trial, slot: int, x: Inputs) -> JacobianRule:
     """The first fallback that reproduces Σ_kb r_kb J_bᵀ u_kb; proven for other batches unless that is zero."""
+    problem, capture, proof = trial.problem, trial.capture, trial.probe
     f, generator = capture.f, torch.Generator().manual_seed(2)
     r = torch.randn(_COTANGENTS, len(f), generator=generator).to(f)
     cotangents = proof.unweighted + torch.randn(_COTANGENTS, 1, f.shape[1], generator=generator).to(f)
