@@ -108,8 +108,7 @@ class Calibration:
         """What predictions are, in a sentence."""
         own = f"the {self.reference} itself" if self.is_network else f"the covariance times {self.scale:.3g}"
         prior = f"prior precision {_number(self.prior_precision)}"
-        width = "" if self.tilt is None else f"; {self.tilt.sentence}"
-        width += f" of each of {len(self.others) + 1} networks" * bool(self.others)
+        width = "" if self.tilt is None else f"; {self.tilt.sentence(len(self.others) + 1)}"
         return f"calibrated on {self.held_out}: {own}, {prior}{width}"
 
     def is_of(self, hypers: Hyperparameters) -> bool:
@@ -175,9 +174,8 @@ class Calibration:
         lines = [", ".join(names), f"{self.reference:<10} NLL {self.network_nll:.4f}"]
         if self.tilt is not None:
             gap = self.tilt.nll - self.network_nll
-            lines.append(
-                f"by input   NLL {self.tilt.nll:.4f}, {gap:+.4f} ± {self.tilt.standard_error:.4f}: {self.tilt.sentence}"
-            )
+            told = self.tilt.sentence(len(self.others) + 1)
+            lines.append(f"by input   NLL {self.tilt.nll:.4f}, {gap:+.4f} ± {self.tilt.standard_error:.4f}: {told}")
         elif self.untilted:
             lines.append(f"by input   no width: {self.untilted}")
         if self.is_network:

@@ -111,11 +111,10 @@ class Tilt:
         """Names of the layers whose inputs are read."""
         return tuple(each.layer for each in self.leverages)
 
-    @property
-    def sentence(self) -> str:
-        """What it does, in words."""
+    def sentence(self, n_networks: int = 1) -> str:
+        """What it does, in words; with others for the networks of a mixture."""
         count = len(self.leverages)
-        layers = f"{count} layer{'s' * (count != 1)}"
+        layers = f"{count} layer{'s' * (count != 1)}" + f" of each of {n_networks} networks" * (n_networks > 1)
         if not self.width:
             return f"beyond r = {self.far:.3g} the width grows with the inputs of {layers}"
         return f"the width follows the inputs of {layers}, c = {self.width:.3g}, and more beyond r = {self.far:.3g}"

@@ -76,6 +76,7 @@ def test_heads_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict.fromkeys(texts.decisions.DOMAINS, (features, ratings)) | {"topics": (30 * features[:50], ratings)}
 
     monkeypatch.setattr(texts.decisions, "data", given)
+    monkeypatch.setattr(texts, "SIZES", (300,))
     found = texts.run(quick=True)
     assert len(found["rows"]) == len(texts.decisions.DOMAINS) * len(texts.SIZES)
     assert "300 labels, calibrate" in texts.lines(found)
