@@ -189,8 +189,8 @@ def _ridge(x: Tensor, y: Tensor, seed: int) -> tuple[Callable[[Tensor], Tensor],
     def heads(rows: Tensor) -> list[Callable[[Tensor], Tensor]]:
         counts = torch.ones(len(rows), dtype=torch.float64)
         basis, target = FeatureBasis.from_features(x[rows], counts, power=0.0), ((y[rows] - shift) / unit).unsqueeze(1)
-        labelled = Labelled(basis.coordinates(x[rows])[0], target, counts)
-        found = ridge_heads(labelled, target, torch.arange(len(rows)), basis)
+        places = basis.coordinates(x[rows])
+        found = ridge_heads(Labelled(places[0], target, counts), places, target, torch.arange(len(rows)), basis)
         return [lambda new, at=head.at: basis.coordinates(new)[0] @ at * unit + shift for head in found]
 
     squares = torch.zeros(len(OF_NUMBERS), len(y), dtype=torch.float64)

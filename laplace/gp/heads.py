@@ -13,6 +13,7 @@ Outside of the span the prior stays. Everything is float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,12 @@ def decays_of(n_classes: int) -> list[float]:
 
 _ROUNDS, _STEPS, _PRODUCTS, _SEARCHED = 3, 4, 4, 6
 """Inverses per weight decay, Newton steps with each, products per step, and steps of the search along it."""
+
+_NODES = 48
+"""Nodes of the quadrature of roots of matrices: ten digits where their eigenvalues differ by a factor of 4,000."""
+
+Coordinates = tuple[Tensor, Tensor]
+"""Coordinates with a 1 at the end, `[B, R + 1]`, and the squared distance from the span, `[B]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +99,37 @@ class FeatureBasis:
         rest = ((values.sum() + tiny) / (gains.square() @ values + tiny)).sqrt()
         return cls(mean, scale, basis, rest * gains, rest)
 
-    def coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates with a 1 at the end, `[B, R + 1]`, and the squared distance from the span, `[B]`."""
+    def coordinates(self, features: Tensor) -> Coordinates:
+        """Where features `[B, D]` are."""
         z = (widened(features) - self.mean) / self.scale
         inside = z @ self.vectors
         outside = (z.square().sum(1) - inside.square().sum(1)).clamp(min=0) * self.rest.square()
         return torch.cat([inside * self.gains, inside.new_ones(len(inside), 1)], 1), outside
+
+    def without_each(self, features: Tensor, counts: Tensor) -> Coordinates:
+        """Where the data `[N, D]` of the basis are under the prior that the others make, of the default power 1/2.
+
+        A datum is a part of the covariance C. With fewer data than features it has a direction of its own, which C
+        would let go far: left out, it would be said to differ from all others more than a new one does. With its share
+        s and A₋ = C + I − s z zᵀ its products with the others are those of A₋^½ z. That is the integral of
+        (2c/π) A₋ (A₋ cos²φ + c² sin²φ)⁻¹ z over φ from 0 to π/2 for any c, whose inverses differ from diagonal ones by
+        rank one; the midpoint rule converges geometrically.
+        """
+        share = (counts / counts.sum()).unsqueeze(1)
+        z = (widened(features) - self.mean) / self.scale @ self.vectors
+        own = (share * z.square()).sum(0) + 1  # C + I in its eigenvectors
+        c = torch.cat([own, own.new_ones(1)]).amax().pow(0.25)
+        root = torch.zeros_like(z)
+        for k in range(_NODES):
+            phi = 0.5 * math.pi * (k + 0.5) / _NODES
+            cos, sin = math.cos(phi) ** 2, (c * math.sin(phi)).square()
+            solved = z / (cos * own + sin)
+            solved = solved / (1 - cos * share * (z * solved).sum(1, keepdim=True))
+            root += own * solved - z * (share * (z * solved).sum(1, keepdim=True))
+        root *= self.rest.square() * c / _NODES
+        inside = root / self.gains
+        outside = ((root * z).sum(1) - inside.square().sum(1)).clamp(min=0)
+        return torch.cat([inside, inside.new_ones(len(inside), 1)], 1), outside
 
     def weighed(self, features: Tensor) -> Tensor:
         """Features on which the prior of weights is isotropic, `[B, D]`."""
@@ -116,7 +148,7 @@ class FeatureBasis:
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOutOutputs:
-    """Outputs of every datum under the posterior of all others, by one Newton step.
+    """Outputs of every datum under the posterior of all others.
 
     Attributes:
         mean: `[N, K]`.
@@ -206,9 +238,13 @@ class Inverse:
 
     def covariance(self, z: Tensor, outside: Tensor) -> Tensor:
         """Covariances of logits less their mean, `[B, K, K]`; `outside` are prior variances off the span, `[B]`."""
-        own = (self.roots @ z.T).square().sum(1).T + outside.unsqueeze(1)
-        shared = (self.coupling @ z.T).movedim(2, 0)  # `[B, K, N]`
-        return _centred(shared @ shared.mT + own.diag_embed())
+        return self.between(z, z, outside)
+
+    def between(self, z: Tensor, others: Tensor, outside: Tensor) -> Tensor:
+        """The same of logits at z with those at others, in pairs; `outside` is what both share off the span."""
+        own = ((self.roots @ z.T) * (self.roots @ others.T)).sum(1).T + outside.unsqueeze(1)
+        left, right = ((self.coupling @ each.T).movedim(2, 0) for each in (z, others))  # `[B, K, N]`
+        return _centred(left @ right.mT + own.diag_embed())
 
     @cached_property
     def forms(self) -> Tensor:
@@ -254,16 +290,22 @@ class SoftmaxHead:
         f = z @ self.at
         return f - f.mean(1, keepdim=True), self.inverse.variance(z, outside / self.decay)
 
-    def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
-        """Moments of every datum without it: μ + Σ₋ g, Σ₋ = Σ (I − ΛΣ)⁻¹, g and Λ those of its loss."""
+    def left_out(self, data: Labelled, others: Coordinates) -> LeaveOneOutOutputs:
+        """Moments of every datum without it, by one Newton step.
+
+        With g and Λ of its loss, S the covariance of its logits and S′ that with its logits at the coordinates
+        `others`, which it has under the prior of the others: μ′ + S′ (I − ΛS)⁻¹ g and Σ′ + S′ (I − ΛS)⁻¹ Λ S′ᵀ.
+        """
         p, count = data.probabilities(self.at), data.counts.view(-1, 1, 1)
-        mean, covariance = self.moments(data.z, torch.zeros_like(data.counts))
+        own = self.inverse.covariance(data.z, torch.zeros_like(data.counts))
+        shared = self.inverse.between(others[0], data.z, torch.zeros_like(data.counts))
+        mean, covariance = self.moments(*others)
         hessian = count * (p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1))
+        gradient = (data.counts.unsqueeze(1) * (p - data.targets)).unsqueeze(2)
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
-        without = torch.linalg.solve(eye - covariance @ hessian, covariance)
-        without = 0.5 * (without + without.mT)
-        gradient = data.counts.unsqueeze(1) * (p - data.targets)
-        return LeaveOneOutOutputs(mean + (without @ gradient.unsqueeze(2)).squeeze(2), without)
+        moved = torch.linalg.solve(eye - hessian @ own, torch.cat([gradient, hessian @ shared.mT], 2))
+        covariance = covariance + shared @ moved[:, :, 1:]
+        return LeaveOneOutOutputs(mean + (shared @ moved[:, :, :1]).squeeze(2), 0.5 * (covariance + covariance.mT))
 
 
 def softmax_heads(data: Labelled, basis: FeatureBasis, decays: Sequence[float] | None = None) -> Iterator[SoftmaxHead]:
@@ -352,20 +394,23 @@ class RidgeHead:
         mean, covariance = self.moments(z, outside)
         return mean, covariance.flatten(1)
 
-    def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
-        """Moments of every datum without it, exactly."""
-        mean, share = self._without(data)
+    def left_out(self, data: Labelled, others: Coordinates) -> LeaveOneOutOutputs:
+        """Moments of every datum without it, exactly, at the coordinates `others` that it has under their prior."""
+        mean, share = self._without(data, others)
         return LeaveOneOutOutputs(mean, (self.noise * share).view(-1, 1, 1))
 
-    def _without(self, data: Labelled) -> tuple[Tensor, Tensor]:
+    def _without(self, data: Labelled, others: Coordinates) -> tuple[Tensor, Tensor]:
         """Means `[N, 1]`, and variances in units of the noise `[N]`."""
-        share = (self.root @ data.z.T).square().sum(0)
-        share = share / (1 - data.counts * share)
-        mean = data.z @ self.at
-        return mean - (data.counts * share).unsqueeze(1) * (data.targets - mean), share
+        own, there = self.root @ data.z.T, self.root @ others[0].T
+        shared = (own * there).sum(0)
+        moved = data.counts * shared / (1 - data.counts * own.square().sum(0))
+        mean = others[0] @ self.at - moved.unsqueeze(1) * (data.targets - data.z @ self.at)
+        return mean, there.square().sum(0) + others[1] / self.decay + moved * shared
 
 
-def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: FeatureBasis) -> Iterator[RidgeHead]:
+def ridge_heads(
+    data: Labelled, others: Coordinates, y: Tensor, index: Tensor, basis: FeatureBasis
+) -> Iterator[RidgeHead]:
     """Heads at all weight decays; the noise is that of targets `[M, 1]`, each of the datum of its index `[M]`."""
     weighted = data.counts.unsqueeze(1) * data.z
     for decay in OF_NUMBERS:
@@ -374,6 +419,6 @@ def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: FeatureBasis) -
         root = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         at = root.mT @ (root @ (weighted.T @ data.targets))
         head = RidgeHead(decay, at, root, torch.ones_like(precision[0, 0]))
-        mean, share = head._without(data)
+        mean, share = head._without(data, others)
         residuals = (y - mean[index]).square().squeeze(1)
         yield replace(head, noise=(residuals / (1 + share[index])).mean())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def test_moments_are_those_of_the_dense_posterior(n_features: int, class_weight:
     found = FittedHead.of_classes(x, y, 3, class_weight)
     dense = reference.softmax_head(x, y, 3, found.head.decay, INTERCEPT, counts)
     assert_close(found.moments(new_inputs(n_features)), dense.moments(new_inputs(n_features)), rtol=1e-9, atol=1e-10)
-    mean, covariance = reference.without_each(dense, x, y, counts)
+    mean, covariance = reference.without_each(dense, x, y, counts, found.head.decay)
     assert_close(found.left_out_mean, mean, rtol=1e-9, atol=1e-10)
     assert_close(found.left_out_variance, covariance.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-10)
 
@@ -47,11 +49,11 @@ def test_weight_decay_and_stack_are_those_of_the_recipe() -> None:
     for k in range(8):
         decay = 0.03 * (100 / 0.03) ** (k / 7)
         dense = reference.softmax_head(x, y, 3, decay, INTERCEPT, one)
-        mean, _ = reference.without_each(dense, x, y, one)
+        mean, _ = reference.without_each(dense, x, y, one, decay)
         scores[decay] = -torch.nn.functional.cross_entropy(mean, y).item()
     assert found.head.decay == pytest.approx(max(scores, key=lambda decay: scores[decay]))
     dense = reference.softmax_head(x, y, 3, found.head.decay, INTERCEPT, one)
-    mean, covariance = reference.without_each(dense, x, y, one)
+    mean, covariance = reference.without_each(dense, x, y, one, found.head.decay)
     variance = covariance.diagonal(dim1=1, dim2=2)
     weights, _ = reference.stacked(mean, variance, y, list(TEMPERATURES), list(SCALES))
     assert_close(found.stacked.weights, weights, rtol=1e-7, atol=1e-9)
@@ -79,7 +81,10 @@ def test_la_is_the_same_posterior() -> None:
     found = FittedHead.of_classes(x, y, 3)
     left = found.la.leave_one_out([(x, y)])
     assert left.is_at_mode and left.distance < 1e-6
-    assert_close(left.mean - left.mean.mean(1, keepdim=True), found.left_out_mean, rtol=1e-8, atol=1e-9)
+    at = found.basis.coordinates(x)
+    data_of_la = fitted_head.Labelled(at[0], torch.nn.functional.one_hot(y, 3).to(WIDE), torch.ones(len(y), dtype=WIDE))
+    own = found.head.left_out(data_of_la, at).mean  # with the prior as it is
+    assert_close(left.mean - left.mean.mean(1, keepdim=True), own, rtol=1e-8, atol=1e-9)
     mean = found.la.predict(new_inputs()).latent_mean
     assert_close(mean - mean.mean(1, keepdim=True), found.moments(new_inputs())[0], rtol=1e-8, atol=1e-9)
     weighted = FittedHead.of_classes(x, y, 3, (1.0, 2.0, 1.0)).la
@@ -121,20 +126,28 @@ def test_an_input_that_is_given_twice_is_left_out_as_one() -> None:
 
 
 def test_numbers_are_left_out_exactly() -> None:
-    """Left-out means are those of refits without the datum; intervals have the noise."""
+    """Left-out moments are those of refits without the datum, seen with their prior; intervals have the noise."""
     x, _ = data(n=20, n_features=30)
     y = x[:, 0] + torch.randn(20, dtype=WIDE, generator=torch.Generator().manual_seed(1))
     found = FittedHead.of_numbers(x, y)
-    z = (x - x.mean(0)) / x.std(0, correction=0)
+    plain = (x - x.mean(0)) / x.std(0, correction=0)
     z = torch.cat(
-        [z @ reference.weighing(z, torch.full((20,), 1 / 20, dtype=WIDE), POWER), torch.ones(20, 1, dtype=WIDE)], 1
+        [
+            plain @ reference.weighing(plain, torch.full((20,), 1 / 20, dtype=WIDE), POWER),
+            torch.ones(20, 1, dtype=WIDE),
+        ],
+        1,
     )
     prior = torch.tensor([*[found.head.decay] * 30, FLAT], dtype=WIDE).diag()
     target = (y - y.mean()) / y.std(correction=0)
+    seen, variances = reference.under_the_others(plain, torch.full((20,), 1 / 20, dtype=WIDE), POWER)
     for i in (0, 7):
-        others = torch.arange(20) != i
-        w = torch.linalg.solve(z[others].T @ z[others] + prior, z[others].T @ target[others])
-        assert_close(found.left_out_mean[i, 0], z[i] @ w, rtol=1e-9, atol=1e-10)
+        others, row = torch.arange(20) != i, torch.cat([seen[i], torch.ones(1, dtype=WIDE)])
+        precision = z[others].T @ z[others] + prior
+        w = torch.linalg.solve(precision, z[others].T @ target[others])
+        assert_close(found.left_out_mean[i, 0], row @ w, rtol=1e-9, atol=1e-10)
+        share = row @ torch.linalg.solve(precision, row) + (variances[i] - seen[i].square().sum()) / found.head.decay
+        assert_close(found.left_out_variance[i, 0], found.head.noise * share, rtol=1e-9, atol=1e-10)
     mean, variance = found.call(new_inputs(30))
     prediction = found.predict(new_inputs(30))
     assert_close(prediction.mean, mean)
@@ -162,12 +175,11 @@ def test_a_state_predicts_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("is_regression", [False, True])
-def test_a_state_of_before_has_the_same_prior_in_all_directions(
-    monkeypatch: pytest.MonkeyPatch, is_regression: bool
-) -> None:
-    monkeypatch.setattr(FeatureBasis.from_features.__func__, "__defaults__", (0.0,))
+def test_a_state_of_before_has_the_same_prior_in_all_directions(is_regression: bool) -> None:
     x, labels = data()
     head = FittedHead.of_numbers(x, x[:, 0]) if is_regression else FittedHead.of_classes(x, labels, 3)
+    plain = FeatureBasis.from_features(x, torch.ones(len(x), dtype=WIDE), power=0.0)
+    head = dataclasses.replace(head, basis=plain)
     state = head.state()
     state["basis"] = {name: state["basis"][name] for name in ("mean", "scale", "vectors")}
     loaded, new = FittedHead.from_state(state), new_inputs()
@@ -202,3 +214,14 @@ def test_directions_in_which_features_vary_are_allowed_more() -> None:
     assert_close(basis.weighed(x), z @ dense, rtol=1e-9, atol=1e-9)
     plain = FeatureBasis.from_features(x, torch.ones(24, dtype=WIDE), power=0.0)
     assert_close(plain.weighed(x), z, rtol=1e-9, atol=1e-9)
+
+
+def test_a_datum_left_out_is_seen_as_a_new_one() -> None:
+    """Of more features than data: as far from the others as new ones, of which the prior knows nothing."""
+    source = torch.Generator().manual_seed(0)
+    x, new = torch.randn(2, 30, 200, dtype=WIDE, generator=source)
+    basis = FeatureBasis.from_features(x, torch.ones(30, dtype=WIDE))
+    (inside, outside), (unseen, beyond) = basis.without_each(x, torch.ones(30, dtype=WIDE)), basis.coordinates(new)
+    lengths = inside.square().sum(1) + outside, unseen.square().sum(1) + beyond
+    assert_close(lengths[0].mean(), lengths[1].mean(), rtol=0.15, atol=0.0)
+    assert float(basis.coordinates(x)[0].square().sum(1).mean()) > 1.5 * float(lengths[1].mean())

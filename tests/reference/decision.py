@@ -62,16 +62,44 @@ def softmax_head(
     return Dense(theta, precision, mean, scale, weighed)
 
 
-def without_each(dense: Dense, x: Tensor, y: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments of every datum after one Newton step on the loss of all others: the precision without its curvature."""
+def under_the_others(z: Tensor, share: Tensor, power: float) -> tuple[Tensor, Tensor]:
+    """Rows of `weighing`'s features of every datum, under the covariance without it, [N, D]; its prior variance, [N].
+
+    The factor that keeps the total variance stays.
+    """
+    weighed = weighing(z, share, power)
+    eye = torch.eye(z.shape[1], dtype=z.dtype)
+    covariance = z.T @ (share.unsqueeze(1) * z) + eye
+    values, vectors = torch.linalg.eigh(covariance)
+    factor = (weighed @ weighed).trace() / (values**power).sum()
+    rows, variances = [], []
+    for row, weight in zip(z, share, strict=True):
+        values, vectors = torch.linalg.eigh(covariance - weight * row.outer(row))
+        moved = factor * (vectors * values**power) @ (vectors.T @ row)
+        rows.append(torch.linalg.solve(weighed, moved))
+        variances.append(moved @ row)
+    return torch.stack(rows), torch.stack(variances)
+
+
+def without_each(
+    dense: Dense, x: Tensor, y: Tensor, counts: Tensor, decay: float, power: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Moments of every datum after one Newton step on the loss of all others: the precision without its curvature.
+
+    Weights are those of the prior of all data; the datum is seen with that of the others.
+    """
     moments = []
-    jacobian = dense.jacobian(x)
-    for row, label, count in zip(jacobian, y, counts, strict=True):
+    rows, variances = under_the_others((x - dense.mean) / dense.scale, counts / counts.sum(), power)
+    n_classes = len(dense.theta) // (x.shape[1] + 1)
+    centred = torch.eye(n_classes, dtype=x.dtype) - 1 / n_classes
+    for row, other, variance, label, count in zip(dense.jacobian(x), rows, variances, y, counts, strict=True):
         p = (row @ dense.theta).softmax(0)
         less = dense.precision - count * row.T @ (p.diag() - p.outer(p)) @ row
         gradient = -count * row.T @ (p - torch.nn.functional.one_hot(label, len(p)))
         theta = dense.theta - torch.linalg.solve(less, gradient)
-        moments.append((row @ theta, row @ torch.linalg.solve(less, row.T)))
+        seen = torch.kron(centred, torch.cat([other, other.new_ones(1)]).unsqueeze(0))
+        off = (variance - other.square().sum()) / decay * centred
+        moments.append((seen @ theta, seen @ torch.linalg.solve(less, seen.T) + off))
     means, covariances = zip(*moments, strict=True)
     return torch.stack(means), torch.stack(covariances)
 
