@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from laplace.core.arguments import checked
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, UnsupportedError, warn
 from laplace.likelihoods.categorical import Preference
 from laplace.likelihoods.gaussian import Gaussian
 from laplace.predictive.prediction import Prediction
+
+_NOTHING = 1e-6
+"""Share of the largest reward below which a penalty is none."""
 
 
 @checked
@@ -36,6 +39,9 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
         InvalidType: No prediction.
         InvalidArgument: τ is not positive and finite.
         UnsupportedError: Another likelihood, whose outputs are no rewards.
+
+    Warns:
+        CalibrationWarning: No reward is lowered: `calibrate` chose the network alone, or τ is out of proportion.
     """
     if not isinstance(prediction, Prediction):
         raise InvalidType(f"prediction is a {type(prediction).__name__}; that of la.predict(x) is accepted.")
@@ -47,10 +53,21 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
         )
     mean = prediction.latent_mean
     scale = torch.as_tensor(tau, dtype=mean.dtype, device=mean.device)
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise InvalidArgument(f"tau={tau}; a positive number in the unit of the reward is accepted, e.g. tau=1.0.")
     parts = [Prediction.from_outputs(part, prediction.channel_dim) for part in prediction.components]
-    values = torch.stack([one.latent_mean - one.latent_variance / (2 * scale) for one in parts])
+    penalties = torch.stack([one.latent_variance / (2 * scale) for one in parts])
+    valid, size, most = torch.stack(
+        [part.to(mean.dtype) for part in ((scale.isfinite() & (scale > 0)).all(), mean.abs().amax(), penalties.amax())]
+    ).tolist()
+    if not valid:
+        raise InvalidArgument(f"tau={tau}; a positive number in the unit of the reward is accepted, e.g. tau=1.0.")
+    if most <= _NOTHING * size:
+        warn(
+            f"pessimistic lowers no reward by more than {most:.1e}, with rewards up to {size:.1e}: calibrate chose the "
+            "network alone, which has no uncertainty (look at la.calibration; la.calibration = None undoes it), or tau is "
+            "too large beside the standard deviations.",
+            CalibrationWarning,
+        )
+    values = torch.stack([one.latent_mean for one in parts]) - penalties
     if len(parts) == 1:
         return values[0]
     weights = prediction.weights.to(values).log().view(-1, *(1,) * (values.ndim - 1))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import laplace
 from laplace import Laplace, MixtureLaplace
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import CalibrationWarning, InvalidArgument, InvalidType, UnsupportedError
 
 ITEMS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -103,6 +103,17 @@ def test_gradients() -> None:
 def test_tau_is_positive(tau: Any) -> None:
     with pytest.raises(InvalidArgument, match="tau="):
         laplace.pessimistic(fitted().predict(ITEMS), tau)
+
+
+def test_the_network_alone_has_nothing_to_take_off() -> None:
+    la = fitted()
+    pairs = torch.randn(60, 2, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    assert la.calibrate([(pairs, la.model(pairs).argmax(1))]).is_network  # no doubt is warranted here
+    with pytest.warns(CalibrationWarning, match=r"calibrate chose the network alone.*la\.calibration = None"):
+        lowered = laplace.pessimistic(la.predict(ITEMS), 1.0)
+    torch.testing.assert_close(lowered, la.predict(ITEMS).latent_mean, rtol=1e-6, atol=1e-6)
+    la.calibration = None
+    assert (laplace.pessimistic(la.predict(ITEMS), 1.0) < lowered - 1e-3).all()
 
 
 def test_other_things_are_refused() -> None:
