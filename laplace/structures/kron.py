@@ -27,7 +27,7 @@ from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dty
 from laplace.engines.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
 from laplace.enums import DampingForm
-from laplace.errors import CurvatureError, InvalidArgument
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.heads import RotatedHeadBlock
 from laplace.jacobian.jacobian import Jacobian
@@ -401,7 +401,7 @@ class EigenBlock:
         """As of `Precision.variance_along_axes`."""
         rotated = self.spectrum.project(block)
         if not isinstance(rotated, RotatedHeadBlock):
-            raise TypeError(f"a block of kind {block.kind!r} is none of a head.")
+            raise UnsupportedError(f"a block of kind {block.kind!r} is none of a head; ask for `variance`.")
         return rotated.norms_along_basis(self._variances)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:

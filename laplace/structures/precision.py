@@ -18,7 +18,7 @@ from laplace.core.layout import Layout
 from laplace.core.pieces import bytes_at_once
 from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, widened
 from laplace.core.random_numbers import standard_normal
-from laplace.errors import ApproximationWarning, CurvatureError, warn
+from laplace.errors import ApproximationWarning, CurvatureError, UnsupportedError, warn
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 
@@ -68,7 +68,7 @@ class Precision(ABC):
 
     def variance_along_axes(self, jacobian: Jacobian) -> Tensor:
         """v of these, `[B, C]`, of a precision that has axes, for the Jacobian of a head."""
-        raise NotImplementedError
+        raise UnsupportedError(f"a {type(self).__name__} does not know axes of its covariances; ask for `variance`.")
 
     # Evidence and density.
 

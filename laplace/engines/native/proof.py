@@ -257,7 +257,7 @@ class Trial:
         """Autograd's number of a tensor that is used: the random entries of its derivative, `[p]`."""
         truth = self.probe.truths[slot]
         if truth is None:
-            raise ValueError(f"the outputs do not depend on {self.problem.slots[slot].name!r}.")
+            raise CurvatureError(f"the outputs do not depend on {self.problem.slots[slot].name!r}.")
         return self.problem.slots[slot].take(truth.to_dense())
 
     def passed(self, slot: int, candidates: Sequence[JacobianRule]) -> list[JacobianRule]:
