@@ -63,8 +63,8 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
     if most <= _NOTHING * size:
         warn(
             f"pessimistic lowers no reward by more than {most:.1e}, with rewards up to {size:.1e}: calibrate chose the "
-            "network alone, which has no uncertainty (look at la.calibration; la.calibration = None undoes it), or tau is "
-            "too large beside the standard deviations.",
+            "network alone, which has no uncertainty (look at la.calibration; la.calibration = None undoes it), or tau "
+            "is too large beside the standard deviations.",
             CalibrationWarning,
         )
     values = torch.stack([one.latent_mean for one in parts]) - penalties
