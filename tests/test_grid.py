@@ -24,6 +24,7 @@ from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
 from laplace.weights import WEIGHTS, AllWeights
 from tests import grid
 from tests.reference.compare import assert_close
+from tests.registries import temporarily
 
 BASES = {"all": ParametricLaplace, "last_layer": LLLaplace, "subnetwork": SubnetLaplace}
 each_weights = pytest.mark.parametrize("weights", BASES)
@@ -67,7 +68,7 @@ class MeanCurvature(AdditiveCurvature):
 @pytest.fixture
 def registered() -> Iterator[None]:
     """The structure under a name, for the length of a test."""
-    with STRUCTURES.temporarily():
+    with temporarily(STRUCTURES):
         STRUCTURES.register("one_number")(MeanCurvature)
         yield
 
@@ -121,7 +122,7 @@ def test_registered_weights_work_with_all_structures() -> None:
     class OtherWeights(AllWeights):
         """All weights under another name."""
 
-    with WEIGHTS.temporarily():
+    with temporarily(WEIGHTS):
         WEIGHTS.register("others")(OtherWeights)
         for structure in STRUCTURES:
             la, whole = (grid.fitted(weights, structure) for weights in ("others", "all"))
@@ -134,7 +135,7 @@ def test_registered_weights_work_with_all_structures() -> None:
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 def test_a_registered_family_is_a_posterior_over_functions(weights: str) -> None:
     options = {"structure_kwargs": {"n_subset": 5}, "functional_approximation": "mine"}
-    with FAMILIES.temporarily():
+    with temporarily(FAMILIES):
         FAMILIES.register("mine")(SubsetCurvature)
         la = grid.fitted(weights, "gp", **options)
         assert isinstance(la, BaseFunctionalLaplace)

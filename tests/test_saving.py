@@ -35,6 +35,7 @@ from laplace.likelihoods import LIKELIHOODS, Categorical
 from laplace.structures import STRUCTURES, DiagCurvature
 from laplace.weights import WEIGHTS, AllWeights
 from tests import grid
+from tests.registries import temporarily
 from tests.test_state import assert_same, other_weights
 
 SEEN = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
@@ -233,7 +234,7 @@ def test_registered_parts_come_back(path: Path) -> None:
     class Labels(Categorical):
         name = "labels"
 
-    with STRUCTURES.temporarily(), WEIGHTS.temporarily(), LIKELIHOODS.temporarily():
+    with temporarily(STRUCTURES, WEIGHTS, LIKELIHOODS):
         STRUCTURES.register("mine")(Mine)
         WEIGHTS.register("every")(AllWeights)
         LIKELIHOODS.register("labels")(Labels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from laplace.core.lazy import imported
@@ -56,15 +55,6 @@ class Registry(Generic[T]):
         if name in self._entries:
             raise InvalidArgument(f"{self.kind} {name!r} is registered already.")
         self._entries[name] = part
-
-    @contextmanager
-    def temporarily(self) -> Iterator[None]:
-        """Forgets at the end of a block what is registered in it."""
-        former = dict(self._entries)
-        try:
-            yield
-        finally:
-            self._entries = former
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:

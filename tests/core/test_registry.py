@@ -10,17 +10,18 @@ from laplace import DiagLaplace
 from laplace.errors import InvalidArgument
 from laplace.structures import STRUCTURES, DiagCurvature
 from tests import grid
+from tests.registries import temporarily
 from tests.test_grid import MeanCurvature
 
 
 def test_what_is_no_longer_registered_is_unknown() -> None:
-    with STRUCTURES.temporarily():
+    with temporarily(STRUCTURES):
         STRUCTURES.register("one_number")(MeanCurvature)
         la = grid.make("all", "one_number")
     with pytest.raises(InvalidArgument, match=r"'diag'.*'lowrank_kron'") as raised:
         grid.make("all", "one_number")
     assert "'one_number'" not in str(raised.value).partition("accepted")[2]
-    with STRUCTURES.temporarily():
+    with temporarily(STRUCTURES):
         STRUCTURES.register("one_number")(DiagCurvature)
         other = grid.make("all", "one_number")
     assert type(other) is not type(la)

@@ -18,6 +18,7 @@ from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS
 from laplace.parametric import BaseLaplace
 from laplace.structures import STRUCTURES
+from tests.registries import temporarily
 from tests.source import house
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = page.read_text("utf-8")
     examples = _PYTHON.findall(text)
     assert len(examples) == text.count("```py"), "an example that is not seen"
-    with STRUCTURES.temporarily(), LIKELIHOODS.temporarily(), LINKS.temporarily():
+    with temporarily(STRUCTURES, LIKELIHOODS, LINKS):
         for number, example in enumerate(examples):
             exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 

@@ -30,6 +30,7 @@ from laplace.weights import WEIGHTS, AllWeights, LastLayer
 from tests import grid
 from tests.house import stubs
 from tests.house.test_readme import blocks
+from tests.registries import temporarily
 from tests.source import PACKAGE, ROOT
 
 SCRIPTS = Path(__file__).parent / "typed"
@@ -154,7 +155,7 @@ def test_a_class_of_the_user_s_keeps_its_docstring_and_its_signature() -> None:
 def test_registered_parts_are_given_by_their_classes() -> None:
     by_class = laplace.Laplace(grid.network(), "classification", LastLayer, KronCurvature)
     assert type(by_class) is laplace.KronLLLaplace
-    with STRUCTURES.temporarily(), WEIGHTS.temporarily():
+    with temporarily(STRUCTURES, WEIGHTS):
 
         @STRUCTURES.register("mine")
         class Mine(DiagCurvature):
