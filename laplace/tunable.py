@@ -121,8 +121,9 @@ class Tunable(ABC):
         the network (`laplace.posterior.tilt`). It needs the second moments of these inputs, which a fit with Kronecker
         factors has, and one over a last layer (up to 64 MiB of features); else give `train_loader` as well. Of a last
         layer of a classification give it in any case: then the dense layer that the network begins with counts too,
-        which sees more of what is strange about an input. Predictions cost no Jacobian for it. `calibration.untilted`
-        says why there is none. Where the held-out data lose more than 0.005 nats by it, after all that follows, it
+        which sees more of what is strange about an input. Predictions cost no Jacobian for it. Of a mixture every
+        network has its own distances, and the mixture's predictions choose one factor. `calibration.untilted` says why
+        there is none. Where the held-out data lose more than 0.005 nats by it, after all that follows, it
         stays for inputs alone that are farther than all of them.
 
         On top of it candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1
