@@ -1,14 +1,15 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
     python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
-                                 [--atoms] [--first-seed N] [--json PATH] [--method FILE]
+                                 [--atoms] [--rewards] [--first-seed N] [--json PATH] [--method FILE]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv` and heads of a text encoder (`texts`), `--answers` language
-models that answer by choices and labels that are bought (`language`, `acquiring`), and `--atoms` energies and forces of
-a potential (`atoms`). With `--keep` the results are kept in results.json, in place of those of the same rows, and the
-pages are written anew; `--json` writes them to a file of their own, such as those of other seeds, of which
-`--first-seed` is the first. Every process has one thread. Afterwards come the checks of what else a posterior knows,
+models that answer by choices and labels that are bought (`language`, `acquiring`), `--atoms` energies and forces of a
+potential (`atoms`), `--volumes` areas in images (`volumes`), and `--rewards` the best of n answers by a learned reward
+(`rewards`). With `--keep` the results are kept in results.json, in place of those of the same rows, and the pages are
+written anew; `--json` writes them to a file of their own, such as those of other seeds, of which `--first-seed` is the
+first. Every process has one thread. Afterwards come the checks of what else a posterior knows,
 `benchmarks.quality.knows`.
 
 `--method` measures a file with `fit(model, train, validation)`, which returns `predict(x)`, and prints its line below
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, summary, targets, texts
+from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, rewards, summary, targets, texts
 from benchmarks.quality.data import Split
 from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--pretrained", action="store_true", help="also the fine-tuned transformer and heads of texts")
     parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
     parser.add_argument("--atoms", action="store_true", help="also energies and forces of a potential")
+    parser.add_argument("--rewards", action="store_true", help="also the best of n answers by a learned reward")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--first-seed", type=int, default=0, help="of the splits; that of the pages is 0")
     parser.add_argument("--json", type=Path, help="write the rows here, and check nothing else")
@@ -197,6 +199,7 @@ def main() -> None:
     if given.answers:
         more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}
     more |= {"atoms": atoms.run} if given.atoms else {}
+    more |= {"rewards": rewards.run} if given.rewards else {}
     for name, measure in more.items():
         found |= _optional(name, measure, quick=given.quick)
     found = rounded(found)
@@ -208,7 +211,8 @@ def main() -> None:
         page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
     answered = [target for name in language.NAMES for target in language.targets(found.get(name), name)]
-    answered += [*acquiring.targets(found.get("acquiring")), *atoms.targets(found.get("atoms"))]
+    for part in (acquiring, atoms, rewards):
+        answered += part.targets(found.get(part.__name__.rpartition(".")[2]))
     for line in (*targets.lines(found), *told, *answered):
         print(line)
 

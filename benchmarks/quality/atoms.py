@@ -31,10 +31,13 @@ NAME = "a potential of energies and forces"
 N_ATOMS, THREE_BODY = 5, 2.0
 N_TRAIN, N_TEST, N_MEMBERS, BATCH = 500, 300, 32, 25
 STEPS, SHARE, RATE, FINE_RATE = 2000, 0.1, 1e-2, 3e-3
-N_ENSEMBLES = 2
 N_SEEDS, FIRST, STEP, MOST = 5, 20, 20, 160
 N_COLD, N_HOT = 1000, 100
 COLD, HOT = 0.1, 0.3
+ENSEMBLES = (10, 11, 12, 13)
+"""Seeds of the ensembles; the settings of the fine-tuning were chosen on seed 0."""
+SIZES = ((5, 1), (10, 1), (20, 1), (40, 1), (5, 25), (10, 25))
+"""Atoms of a configuration and configurations of a batch, of which the cost is measured."""
 
 
 def energies(positions: Tensor) -> Tensor:
@@ -156,9 +159,11 @@ def untrained(seed: int) -> ShallowEnsemble:
     return ShallowEnsemble(network, {name: tensor.detach() for name, tensor in tensors.items()})
 
 
-def cost(n: int = 40) -> float:
-    """Processor time of all members' energies and forces of one configuration, in passes of one network."""
-    ensemble, x = untrained(0), clusters(1, HOT, torch.Generator().manual_seed(0))
+def cost(n_atoms: int = N_ATOMS, batch: int = 1, n: int = 25) -> float:
+    """Processor time of all members' energies and forces, in passes of one network: a batch of cuts of a lattice."""
+    generator = torch.Generator().manual_seed(0)
+    lattice = 1.2 * torch.cartesian_prod(*[torch.arange(4.0)] * 3)[torch.randperm(64, generator=generator)[:n_atoms]]
+    ensemble, x = untrained(0), lattice + 0.05 * torch.randn(batch, n_atoms, 3, generator=generator)
     seconds: list[list[float]] = [[], []]
     with torch.no_grad():
         for _ in range(n):
@@ -185,10 +190,11 @@ def ensembles(seed: int, *, quick: bool) -> dict[str, float]:
             return float(crps_loss(ensemble(x[N_TRAIN:]), y[N_TRAIN:]))
 
     found = {"drawn": score(drawn)}
-    trained(drawn, crps_loss, x[:N_TRAIN], y[:N_TRAIN], max(1, int(SHARE * steps)), FINE_RATE, generator)
+    few, batches = max(1, int(SHARE * steps)), torch.Generator().manual_seed(seed + 9)
+    trained(drawn, crps_loss, x[:N_TRAIN], y[:N_TRAIN], few, FINE_RATE, batches)
     found["fine-tuned"] = score(drawn)
     scratch = untrained(seed + 1)
-    trained(scratch, crps_loss, x[:N_TRAIN], y[:N_TRAIN], steps, RATE, generator)
+    trained(scratch, crps_loss, x[:N_TRAIN], y[:N_TRAIN], steps, RATE, torch.Generator().manual_seed(seed + 7))
     return {**found, "from scratch": score(scratch)}
 
 
@@ -232,12 +238,40 @@ def run(*, quick: bool) -> dict[str, Any]:
     start = time.process_time()
     crps: list[dict[str, float]] = []
     errors: dict[str, list[list[float]]] = {"random": [], "force variance": []}
+    for seed in ENSEMBLES[:1] if quick else ENSEMBLES:
+        crps.append(ensembles(seed, quick=quick))
+        print(f"{NAME}, ensembles of seed {seed}: {crps[-1]}, {time.process_time() - start:.0f} s", flush=True)
     for seed in range(1 if quick else N_SEEDS):
-        crps += [ensembles(seed, quick=quick)] if seed < N_ENSEMBLES else []
         for way, found in errors.items():
             found.append(bought(way, seed, quick=quick))
-        print(f"{NAME}, seed {seed}: {crps[-1]}, {errors}, {time.process_time() - start:.0f} s", flush=True)
-    return {"name": NAME, "cost": cost(), "crps": crps, "errors": errors, "seconds": time.process_time() - start}
+        print(f"{NAME}, seed {seed}: {errors}, {time.process_time() - start:.0f} s", flush=True)
+    costs = [[*size, cost(*size)] for size in (SIZES[:1] if quick else SIZES)]
+    return {"name": NAME, "costs": costs, "crps": crps, "errors": errors, "seconds": time.process_time() - start}
+
+
+def shares(row: dict[str, Any]) -> list[float]:
+    """Labels by force variance to random's last force error, over random's, seed by seed."""
+    pairs = zip(row["errors"]["random"], row["errors"]["force variance"], strict=True)
+    return [labels_to(ours, random[-1]) / labels_to(random, random[-1]) for random, ours in pairs]
+
+
+def table(row: dict[str, Any] | None) -> str:
+    """CRPS and labels seed by seed, and the cost of all members' forces by size."""
+    if row is None:
+        return "Not run."
+    lines = ["| seed | CRPS: drawn | fine-tuned | from scratch | ratio |", "| --- |" + " --: |" * 4]
+    for seed, one in zip(ENSEMBLES, row["crps"], strict=False):
+        numbers = [*one.values(), one["fine-tuned"] / one["from scratch"]]
+        lines.append(f"| {seed} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
+    for heading, found in (
+        ("labels, seed", [(str(seed), f"{share:.2f}") for seed, share in enumerate(shares(row))]),
+        ("atoms", [(f"{n}" if b == 1 else f"{b} × {n}", f"{passes:.1f}") for n, b, passes in row["costs"]]),
+    ):
+        names, numbers = zip(*found, strict=True)
+        said = "over random's" if heading != "atoms" else f"passes for {N_MEMBERS} members"
+        lines += ["", f"| {heading} | {' | '.join(names)} |", "| --- |" + " --: |" * len(names)]
+        lines.append(f"| {said} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
 
 
 def targets(row: dict[str, Any] | None) -> list[Target]:
@@ -249,12 +283,11 @@ def targets(row: dict[str, Any] | None) -> list[Target]:
     )
     if row is None:
         return [Target(text, "no row", None) for text in texts]
-    ratio, _ = mean_and_error([one["fine-tuned"] / one["from scratch"] for one in row["crps"]])
-    pairs = zip(row["errors"]["random"], row["errors"]["force variance"], strict=True)
-    shares = [labels_to(ours, random[-1]) / labels_to(random, random[-1]) for random, ours in pairs]
-    share, error = mean_and_error(shares)
+    ratio, spread = mean_and_error([one["fine-tuned"] / one["from scratch"] for one in row["crps"]])
+    share, error = mean_and_error(shares(row))
+    passes = row["costs"][0][-1]
     return [
-        Target(texts[0], f"{ratio:.3f} times", ratio <= 1.02),
-        Target(texts[1], f"{row['cost']:.1f} passes", row["cost"] <= 4),
+        Target(texts[0], f"{ratio:.3f} ± {spread:.3f} times", ratio <= 1.02),
+        Target(texts[1], f"{passes:.1f} passes at {row['costs'][0][0]} atoms", passes <= 4),
         Target(texts[2], f"{share:.2f} ± {error:.2f} times", share <= 0.8),
     ]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import acquiring, knows, language, summary, texts
+from benchmarks.quality import acquiring, atoms, knows, language, rewards, summary, texts
 from benchmarks.quality.methods import (
     CALIBRATE,
     CALIBRATED_ENSEMBLE,
@@ -295,9 +295,16 @@ def written(page: str, found: dict[str, str]) -> str:
 def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]]) -> dict[Path, dict[str, str]]:
     """The pages and their blocks."""
     said = [str(target) for name in language.NAMES for target in language.targets(results.get(name), name)]
+    extensions = {"atoms": atoms, "rewards": rewards}
+    judged = {f"{name} targets": in_lines(map(str, of.targets(results.get(name)))) for name, of in extensions.items()}
     tables = {name: language.table(results.get(name)) for name in language.NAMES}
     return {
-        PAGE: {**blocks(results, study), "checks": knows.table(checks)},
+        PAGE: {
+            **blocks(results, study),
+            "checks": knows.table(checks),
+            **{name: of.table(results.get(name)) for name, of in extensions.items()},
+            **judged,
+        },
         CHOOSE: {"methods": summary.short([row for row in results["rows"] if is_classification(row)])},
         LANGUAGE: {**tables, "targets": in_lines(said)},
         LABELLING: {"acquiring": acquiring.table(results.get("acquiring"))},

@@ -128,7 +128,7 @@ def table(row: dict[str, Any] | None) -> str:
             signs = [gain >= 0 for gain, _ in gains], [gain >= QUANTILE * error for gain, error in gains]
             counts = [str(sum(each)) for each in (*signs, [gain < -QUANTILE * error for gain, error in gains])]
         name = f"**{way}**" if way == CHOSEN else way
-        lines.append("| " + " | ".join([name, *(f"{mean:.2f}" for mean in means), *counts]) + " |")
+        lines.append("| " + " | ".join([name, *(f"{mean:.2f}".replace("-", "−") for mean in means), *counts]) + " |")
     return "\n".join(lines)
 
 

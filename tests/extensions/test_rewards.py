@@ -123,3 +123,42 @@ def test_other_things_are_refused() -> None:
     la.fit([(ITEMS, torch.tensor([0, 1, 0, 1, 0, 1]))])
     with pytest.raises(UnsupportedError, match="classification"):
         laplace.pessimistic(la.predict(ITEMS), 1.0)
+
+
+def test_the_reward_head_of_transformers_is_a_function_of_texts() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            config = transformers.BertConfig(
+                vocab_size=11,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=8,
+                num_labels=1,
+            )
+            self.network = transformers.AutoModelForSequenceClassification.from_config(config)
+
+        def forward(self, tokens: dict[str, Tensor]) -> Tensor:
+            ids = tokens["input_ids"]
+            rewards = self.network(input_ids=ids.flatten(0, -2), attention_mask=tokens["mask"].flatten(0, -2)).logits
+            return rewards.view(ids.shape[:-1]) if ids.ndim == 3 else rewards
+
+    ids = torch.randint(1, 11, (12, 2, 5), generator=torch.Generator().manual_seed(0))
+    pairs = {"input_ids": ids, "mask": torch.ones_like(ids)}
+    la = Laplace(Head().eval(), "reward_modeling", "last_layer", "full")
+    la.fit([(pairs, torch.tensor([0, 1] * 6))])
+
+    def reward(texts: list[str]) -> list[float]:
+        tokens = torch.tensor([[int(word) for word in text.split()] for text in texts])
+        prediction = la.predict({"input_ids": tokens, "mask": torch.ones_like(tokens)})
+        return laplace.pessimistic(prediction, 1.0).flatten().tolist()
+
+    singles = {name: part[:, 0] for name, part in pairs.items()}
+    prediction = la.predict(singles)
+    expected = prediction.latent_mean - prediction.latent_variance / 2
+    texts = [" ".join(map(str, row)) for row in singles["input_ids"].tolist()]
+    assert reward(texts) == pytest.approx(expected.flatten().tolist(), abs=1e-5)

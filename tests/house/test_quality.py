@@ -22,6 +22,7 @@ from benchmarks.quality import (
     language,
     methods,
     page,
+    rewards,
     rules,
     scores,
     summary,
@@ -192,9 +193,31 @@ def test_labels_to_an_error_are_read_off_a_curve() -> None:
     assert atoms.labels_to([1.0, 0.5], 0.1) == atoms.FIRST + atoms.STEP
     crps = [{"drawn": 2.0, "fine-tuned": 1.0, "from scratch": 1.0}]
     errors = {"random": [[1.0, 0.6, 0.5]], "force variance": [[1.0, 0.5, 0.4]]}
-    row = {"cost": 5.0, "crps": crps, "errors": errors}
+    row = {"costs": [[5, 1, 5.0]], "crps": crps, "errors": errors}
     assert [target.met for target in atoms.targets(row)] == [True, False, True]
     assert [target.met for target in atoms.targets(None)] == [None] * 3
+    assert "| 10 | 2.000 | 1.000 | 1.000 | 1.000 |" in atoms.table(row)
+    assert "| over random's | 0.67 |" in atoms.table(row) and "| passes for 32 members | 5.0 |" in atoms.table(row)
+
+
+def test_choices_by_a_reward_are_judged_seed_by_seed() -> None:
+    plain = [[1.0, 0.0, 0.0]] * len(rewards.SHOWN)
+
+    def seed(gain: float) -> dict[str, Any]:
+        ours = {way: [[1.0 + gain, gain, 0.1]] * len(rewards.SHOWN) for way in rewards.WAYS[1:]}
+        return {"plain": plain, **ours, "best": [[2.0]] * len(rewards.SHOWN)}
+
+    for worse, met in ((1, True), (2, False)):
+        row = {"seeds": [*[seed(0.5)] * (9 - worse), seed(0.1), *[seed(-0.3)] * worse]}
+        (target,) = rewards.targets(row)
+        assert target.met is met and f"{10 - worse} of 10, {9 - worse} by a paired test" in target.found
+        assert f"| {10 - worse} | {9 - worse} | {worse} |" in rewards.table(row)
+    assert rewards.targets(None)[0].met is None
+
+
+@pytest.mark.nightly
+def test_rewards_run() -> None:
+    assert all(target.met is not None for target in rewards.targets(rewards.run(quick=True)))
 
 
 @pytest.mark.nightly
