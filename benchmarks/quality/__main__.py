@@ -1,7 +1,7 @@
 """Trains, predicts and scores: every row of `rows.ROWS` by every column of `methods.columns`, on five splits.
 
     python -m benchmarks.quality [--quick] [--only TEXT] [--processes N] [--pretrained] [--answers] [--keep]
-                                 [--atoms] [--rewards] [--first-seed N] [--json PATH] [--method FILE]
+                                 [--atoms] [--rewards] [--volumes] [--first-seed N] [--json PATH] [--method FILE]
 
 `--quick` takes one split and networks of a few epochs, to see that it runs. `--pretrained` adds what takes longest, the
 fine-tuned transformer of `benchmarks.quality.freesolv` and heads of a text encoder (`texts`), `--answers` language
@@ -37,7 +37,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import acquiring, atoms, freesolv, knows, language, page, rewards, summary, targets, texts
+from benchmarks.quality import (
+    acquiring,
+    atoms,
+    freesolv,
+    knows,
+    language,
+    page,
+    rewards,
+    summary,
+    targets,
+    texts,
+    volumes,
+)
 from benchmarks.quality.data import Split
 from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
@@ -171,6 +183,7 @@ def main() -> None:
     parser.add_argument("--answers", action="store_true", help="also language models and labels that are bought")
     parser.add_argument("--atoms", action="store_true", help="also energies and forces of a potential")
     parser.add_argument("--rewards", action="store_true", help="also the best of n answers by a learned reward")
+    parser.add_argument("--volumes", action="store_true", help="also areas in images")
     parser.add_argument("--keep", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--first-seed", type=int, default=0, help="of the splits; that of the pages is 0")
     parser.add_argument("--json", type=Path, help="write the rows here, and check nothing else")
@@ -200,6 +213,7 @@ def main() -> None:
         more |= {name: partial(language.run, name) for name in language.NAMES} | {"acquiring": acquiring.run}
     more |= {"atoms": atoms.run} if given.atoms else {}
     more |= {"rewards": rewards.run} if given.rewards else {}
+    more |= {"volumes": volumes.run} if given.volumes else {}
     for name, measure in more.items():
         found |= _optional(name, measure, quick=given.quick)
     found = rounded(found)
@@ -211,7 +225,7 @@ def main() -> None:
         page.RESULTS.write_text(_in_lines(found), "utf-8")
         page.main()
     answered = [target for name in language.NAMES for target in language.targets(found.get(name), name)]
-    for part in (acquiring, atoms, rewards):
+    for part in (acquiring, atoms, rewards, volumes):
         answered += part.targets(found.get(part.__name__.rpartition(".")[2]))
     for line in (*targets.lines(found), *told, *answered):
         print(line)

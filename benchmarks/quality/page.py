@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import acquiring, atoms, knows, language, rewards, summary, texts
+from benchmarks.quality import acquiring, atoms, knows, language, rewards, summary, texts, unlabelled, volumes
 from benchmarks.quality.methods import (
     CALIBRATE,
     CALIBRATED_ENSEMBLE,
@@ -292,7 +292,9 @@ def written(page: str, found: dict[str, str]) -> str:
     return text
 
 
-def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]]) -> dict[Path, dict[str, str]]:
+def pages(
+    results: Results, study: dict[str, Any], checks: list[dict[str, Any]], widths: list[dict[str, Any]]
+) -> dict[Path, dict[str, str]]:
     """The pages and their blocks."""
     said = [str(target) for name in language.NAMES for target in language.targets(results.get(name), name)]
     extensions = {"atoms": atoms, "rewards": rewards}
@@ -302,8 +304,10 @@ def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]])
         PAGE: {
             **blocks(results, study),
             "checks": knows.table(checks),
-            **{name: of.table(results.get(name)) for name, of in extensions.items()},
+            "unlabelled": unlabelled.shown(widths),
             **judged,
+            **volumes.tables(results.get("volumes")),
+            **{name: of.table(results.get(name)) for name, of in extensions.items()},
         },
         CHOOSE: {"methods": summary.short([row for row in results["rows"] if is_classification(row)])},
         LANGUAGE: {**tables, "targets": in_lines(said)},
@@ -313,7 +317,8 @@ def pages(results: Results, study: dict[str, Any], checks: list[dict[str, Any]])
 
 def main() -> None:
     """Writes the pages."""
-    found = pages(*(json.loads(path.read_text("utf-8")) for path in (RESULTS, RULES, knows.RESULTS)))
+    read = (RESULTS, RULES, knows.RESULTS, unlabelled.RESULTS)
+    found = pages(*(json.loads(path.read_text("utf-8")) for path in read))
     for path, parts in found.items():
         path.write_text(written(path.read_text("utf-8"), parts), "utf-8")
 

@@ -156,6 +156,14 @@ def test_sizes_one_after_another() -> None:
         totals(la, x, of=True)
 
 
+def test_asked_again_it_takes_one_forward_pass() -> None:
+    la, x, calls = fitted(), data("image")[0][:1], list[int]()
+    totals(la, x, of=1)
+    la.problem.module.register_forward_hook(lambda *_: calls.append(1))
+    totals(la, x, of=1)
+    assert len(calls) == 1
+
+
 def test_held_out_images_of_unequal_sizes() -> None:
     """One by one, or padded to a common size with labels that are ignored."""
     la, generator = fitted(), torch.Generator().manual_seed(2)

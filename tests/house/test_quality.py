@@ -28,6 +28,8 @@ from benchmarks.quality import (
     summary,
     targets,
     texts,
+    unlabelled,
+    volumes,
 )
 from benchmarks.quality.rows import CLASSIFICATION, REGRESSION, ROWS
 from laplace.tuning import calibrate
@@ -44,7 +46,7 @@ def quick() -> list[dict[str, Any]]:
 
 
 def test_the_pages_say_what_the_results_say() -> None:
-    found = page.pages(*(kept(path) for path in (page.RESULTS, page.RULES, knows.RESULTS)))
+    found = page.pages(*(kept(path) for path in (page.RESULTS, page.RULES, knows.RESULTS, unlabelled.RESULTS)))
     for path, parts in found.items():
         text = path.read_text("utf-8")
         assert page.written(text, parts) == text, path.name
@@ -223,6 +225,27 @@ def test_rewards_run() -> None:
 @pytest.mark.nightly
 def test_a_potential_runs() -> None:
     assert all(target.met is not None for target in atoms.targets(atoms.run(quick=True)))
+
+
+def test_images_are_ranked_and_memory_is_counted() -> None:
+    risk, doubt = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([1.0, 3.0, 2.0])
+    assert volumes.area_under_risk(risk, doubt) == pytest.approx((0 + 0.25 + 0.5) / 3)
+    with volumes.Held() as held:
+        for _ in range(3):
+            a = torch.zeros(100)  # of which the former is alive until the next is there
+        del a
+    assert (held.now, held.peak) == (0, 800)
+    assert [target.met for target in volumes.targets(None)] == [None] * 4
+
+
+def test_the_widest_scale_is_the_last_one_within_the_tolerance() -> None:
+    assert [unlabelled.widest([1.0, 1.05, 1.2], 1.0, tolerance) for tolerance in (0.1, 1.0)] == [1, 2]
+    assert unlabelled.widest([1.2, 1.0], 1.0, 0.1) is None
+
+
+@pytest.mark.nightly
+def test_areas_run() -> None:
+    assert all(target.met is not None for target in volumes.targets(volumes.run(quick=True)))
 
 
 def test_splits_do_not_overlap_and_are_repeatable() -> None:
