@@ -1,8 +1,8 @@
 """Areas of discs that a U-Net finds in blurred and noisy images: intervals, failures, memory and time.
 
 Intervals of areas by posteriors over the last layer and over all weights are told as they are, after `calibrate`, and
-scaled by the errors of held-out areas; beside them those of pixels that are taken for independent. Failures are images of a small Dice coefficient,
-which a score is to put last.
+scaled by the errors of held-out areas; beside them those of pixels that are taken for independent. Failures are images
+of a small Dice coefficient, which a score is to put last.
 """
 
 from __future__ import annotations
@@ -191,12 +191,12 @@ class Held(TorchDispatchMode):
             del self.alive[key]
 
 
-def cost(name: str, repeats: int) -> dict[str, float]:
+def cost(repeats: int) -> dict[str, float]:
     """Peak of memory and processor time of an area of one large image, in forward passes; of the first call, and later.
 
-    The time is the median of paired ratios.
+    By a last layer. The time is the median of paired ratios.
     """
-    la = fitted(UNet().eval(), name, shapes(4, torch.Generator().manual_seed(0)), 0)
+    la = fitted(UNet().eval(), LAST, shapes(4, torch.Generator().manual_seed(0)), 0)
     x = torch.zeros(1, 1, LARGE, LARGE)
 
     def seconds(run: Callable[[], Any]) -> float:
@@ -234,8 +234,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         for seed in range(1 if quick else N_SEEDS):
             seeds.append(measured(seed, quick=quick))
             print(f"{NAME}, seed {seed}: {seeds[-1]}, {time.process_time() - start:.0f} s", flush=True)
-    costs = {name: cost(name, 1 if quick else 9) for name in POSTERIORS}
-    return {"name": NAME, "seeds": seeds, "cost": costs, "seconds": time.process_time() - start}
+    return {"name": NAME, "seeds": seeds, "cost": cost(1 if quick else 9), "seconds": time.process_time() - start}
 
 
 def tables(row: dict[str, Any] | None) -> dict[str, str]:
@@ -267,7 +266,7 @@ def targets(row: dict[str, Any] | None) -> list[Target]:
     )
     if row is None:
         return [Target(text, "no row", None) for text in texts]
-    seeds, found, ways = row["seeds"], row["cost"][LAST], (f"{LAST}, held-out areas", "independent pixels")
+    seeds, found, ways = row["seeds"], row["cost"], (f"{LAST}, held-out areas", "independent pixels")
     ours, pixels = (statistics.mean(one["coverage"][way] for one in seeds) for way in ways)
     lower = sum(one["aurc"][f"width, {LAST}"] <= one["aurc"]["mean entropy"] for one in seeds)
     return [
