@@ -72,19 +72,16 @@ class Totals:
         Warns:
             CalibrationWarning: `la.calibrate` chose the network itself, of which they vanish.
         """
-        self._warn_of_network()
-        return self._roots()
-
-    def _roots(self) -> Tensor:
-        return self.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().view_as(self.mean)
-
-    def _warn_of_network(self) -> None:
         if self.of_network:
             warn(
                 "calibrate chose the network itself, whose sums have no width; give errors=standardised_errors(la, "
                 "loader, of=...) of held-out data to interval, or undo it by la.calibration = None.",
                 CalibrationWarning,
             )
+        return self._roots()
+
+    def _roots(self) -> Tensor:
+        return self.covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().view_as(self.mean)
 
     def interval(self, level: float = 0.95, errors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Lower and upper ends for the true sums, in the shape of `mean`.
@@ -107,8 +104,7 @@ class Totals:
         if isinstance(level, bool) or not 0 < level < 1:
             raise InvalidArgument(f"level={level!r}; the share of sums to hold, in (0, 1), is accepted.")
         if errors is None:
-            self._warn_of_network()
-            half = self._roots() * math.sqrt(2) * torch.erfinv(self.mean.new_tensor(level))
+            half = self.std * math.sqrt(2) * torch.erfinv(self.mean.new_tensor(level))
         else:
             if errors.shape[1:] != self.mean.shape[1:] or not len(errors):
                 raise InvalidArgument(
@@ -286,12 +282,11 @@ def _engine(posterior: Posterior, sums: _Sums, weight: float | None) -> Curvatur
     data, problem = posterior.require_fitted(), posterior.problem
     summed = _Summed(problem.forward_fn or batches.call, sums, weight)
     last = _LAST.get(data)
-    if last is not None and last[0].is_like(summed):
-        sums.single = last[0].sums.single
-        return last[1]
-    engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
-    _LAST[data] = summed, engine
-    return engine
+    if last is None or not last[0].is_like(summed):
+        engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
+        _LAST[data] = last = summed, engine
+    sums.single = last[0].sums.single
+    return last[1]
 
 
 @dataclass(frozen=True, eq=False)
