@@ -231,8 +231,8 @@ def test_images_are_ranked_and_memory_is_counted() -> None:
     risk, doubt = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([1.0, 3.0, 2.0])
     assert volumes.area_under_risk(risk, doubt) == pytest.approx((0 + 0.25 + 0.5) / 3)
     with volumes.Held() as held:
-        for _ in range(3):
-            a = torch.zeros(100)  # of which the former is alive until the next is there
+        a = torch.zeros(100)
+        a = a + 1  # beside which the former is alive until it is there
         del a
     assert (held.now, held.peak) == (0, 800)
     assert [target.met for target in volumes.targets(None)] == [None] * 4
