@@ -19,9 +19,6 @@ from laplace.likelihoods.categorical import Preference
 from laplace.likelihoods.gaussian import Gaussian
 from laplace.predictive.prediction import Prediction
 
-_NOTHING = 1e-6
-"""Share of the largest reward below which a penalty is none."""
-
 
 @checked
 def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
@@ -48,23 +45,20 @@ def pessimistic(prediction: Prediction, tau: float | Tensor) -> Tensor:
     likelihood = prediction.likelihood
     if not isinstance(likelihood, Preference | Gaussian):
         raise UnsupportedError(
-            f"pessimistic is of rewards, but the outputs of likelihood={likelihood.name!r} are none; fit "
-            "'reward_modeling' to pairs, or 'regression' to scores."
+            f"outputs of likelihood={likelihood.name!r} are no rewards; fit 'reward_modeling' or 'regression'."
         )
     mean = prediction.latent_mean
     scale = torch.as_tensor(tau, dtype=mean.dtype, device=mean.device)
     parts = [Prediction.from_outputs(part, prediction.channel_dim) for part in prediction.components]
     penalties = torch.stack([one.latent_variance / (2 * scale) for one in parts])
-    valid, size, most = torch.stack(
-        [part.to(mean.dtype) for part in ((scale.isfinite() & (scale > 0)).all(), mean.abs().amax(), penalties.amax())]
-    ).tolist()
+    positive = (scale.isfinite() & (scale > 0)).all()
+    valid, size, most = torch.stack([positive.to(mean), mean.abs().amax(), penalties.amax()]).tolist()
     if not valid:
         raise InvalidArgument(f"tau={tau}; a positive number in the unit of the reward is accepted, e.g. tau=1.0.")
-    if most <= _NOTHING * size:
+    if most <= 1e-6 * size:
         warn(
-            f"pessimistic lowers no reward by more than {most:.1e}, with rewards up to {size:.1e}: calibrate chose the "
-            "network alone, which has no uncertainty (look at la.calibration; la.calibration = None undoes it), or tau "
-            "is too large beside the standard deviations.",
+            f"pessimistic lowers no reward by more than {most:.1e}, of up to {size:.1e}: tau is too large, or "
+            "calibrate chose the network alone, which has no uncertainty; la.calibration = None undoes it.",
             CalibrationWarning,
         )
     values = torch.stack([one.latent_mean for one in parts]) - penalties
