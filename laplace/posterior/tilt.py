@@ -131,7 +131,7 @@ class Tilt:
                 "calibrated, with inputs of one batch: set la.calibration = None, or calibrate anew."
             )
         r = torch.stack(parts).mean(0)
-        return r if n_rows is None else r.repeat_interleave(n_rows // len(r))
+        return r if n_rows in (None, len(r)) else r.repeat_interleave(n_rows // len(r))
 
     def excess(self, r: Tensor) -> Tensor:
         """v, of the shape of r."""
