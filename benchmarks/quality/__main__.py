@@ -54,6 +54,7 @@ from benchmarks.quality.data import Split
 from benchmarks.quality.methods import Column, columns, own_columns, unseen_scores
 from benchmarks.quality.rows import ROWS, Row
 from benchmarks.quality.scores import scored
+from benchmarks.quality.summary import rounded
 from laplace.errors import LaplaceWarning
 
 N_SPLITS = 5
@@ -86,15 +87,6 @@ def _job(given: tuple[str, int, bool, Path | None]) -> tuple[str, int, float, Fo
         row = replace(row, options={**row.options, **QUICK}, posteriors=row.posteriors[:2])
     found = measured(row, seed, method), {} if method else unseen_scores(row, row.split(seed), seed)
     return name, seed, time.process_time() - start, found
-
-
-def rounded(value: Any, digits: int = 4) -> Any:
-    """Numbers with so many digits, in whatever holds them."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {key: rounded(item, digits) for key, item in value.items()}
-    return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
 def run(

@@ -6,35 +6,38 @@ The encoder is frozen (all-MiniLM-L6-v2), its texts are tweets, and texts on fil
 a text good or bad, where they agree (|rating| > 1)? A head is fitted to 60, 120 or 300 texts of one domain, and
 predicts the rest of it, and the two others. A second task names the topic of a question, one of twenty. The usual
 recipe is the same head with its weight decay and its temperature by five-fold cross-validation. It needs `make
-pretrained`.
+pretrained`. What is kept are means, which docs/tutorials/sixty_labels.md shows: write it by `benchmarks.quality.page`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quality import summary
 from benchmarks.quality.scores import losses
+from benchmarks.quality.summary import rounded
+from benchmarks.quality.targets import mean_and_error
 from laplace import acquire, metrics
 from laplace.gp.heads import OF_NUMBERS, FeatureBasis, Labelled, decays_of, ridge_heads, softmax_heads
-from laplace.integrations.decision import Decision, decision
+from laplace.integrations.decision import Decision, Threshold, decision
 
 RESULTS = Path(__file__).with_name("decisions.json")
 DOMAINS, SIZES, N_TOPICS, MOST = ("tweets", "films", "products"), (60, 120, 300), 20, 3000
 HEAD, USUAL, OURS = "head, weight decay by CV", "the same, temperature by CV", "decision"
 TEMPERATURES = tuple(10 ** (k / 20) for k in range(-10, 21))
 RISK, CONFIDENCE = 0.05, 0.9
+TASKS = "good or bad, in its domain", "good or bad, in the two others", "twenty topics"
 
 Data = tuple[Tensor, Tensor]
 """Features `[N, D]`, and labels or ratings `[N]`."""
@@ -120,19 +123,14 @@ def fitted(features: Tensor, labels: Tensor, n_classes: int) -> tuple[Decision, 
 
 
 def cell(name: str, train: Data, tests: dict[str, Data], n_classes: int, seed: int) -> dict[str, Any]:
-    """One fit, and its scores on every test set; thresholds of left-out data, and how wrong they are there."""
+    """One fit, and its scores on every test set."""
     head, seconds = fitted(*train, n_classes)
     logits, temperature = usual(*train, n_classes, seed)
-    threshold = head.threshold(RISK, CONFIDENCE)
     found: dict[str, Any] = {"task": name, "n": len(train[1]), "seed": seed, "seconds": seconds, "tests": {}}
     for where, (x, y) in tests.items():
         predicted = {HEAD: logits(x).softmax(1), USUAL: (logits(x) / temperature).softmax(1), OURS: head(x)}
-        answered = threshold.answers(predicted[OURS])
-        wrong = (predicted[OURS].argmax(1) != y)[answered]
         found["tests"][where] = {
-            "methods": {method: scores(probabilities, y) for method, probabilities in predicted.items()},
-            "risk": float(wrong.double().mean()) if len(wrong) else 0.0,
-            "coverage": float(answered.double().mean()),
+            "methods": {method: scores(probabilities, y) for method, probabilities in predicted.items()}
         }
     return found
 
@@ -189,8 +187,8 @@ def _ridge(x: Tensor, y: Tensor, seed: int) -> tuple[Callable[[Tensor], Tensor],
     def heads(rows: Tensor) -> list[Callable[[Tensor], Tensor]]:
         counts = torch.ones(len(rows), dtype=torch.float64)
         basis, target = FeatureBasis.from_features(x[rows], counts, power=0.0), ((y[rows] - shift) / unit).unsqueeze(1)
-        places = basis.coordinates(x[rows])
-        found = ridge_heads(Labelled(places[0], target, counts), places, target, torch.arange(len(rows)), basis)
+        labelled = Labelled(basis.coordinates(x[rows])[0], target, counts)
+        found = ridge_heads(labelled, target, torch.arange(len(rows)), basis)
         return [lambda new, at=head.at: basis.coordinates(new)[0] @ at * unit + shift for head in found]
 
     squares = torch.zeros(len(OF_NUMBERS), len(y), dtype=torch.float64)
@@ -226,71 +224,157 @@ def _chosen(head: Decision, x: Tensor, rest: Tensor) -> Tensor:
     return rest[acquire(head.la, x[rest].double(), 10, "epig", generator=source).indices]
 
 
-# What was found, in words.
+def thresholds(found: dict[str, Data], seed: int, n_splits: int) -> list[dict[str, Any]]:
+    """Risk and coverage of the threshold of left-out data, of 120 and 300 texts, in the domain and out of it."""
+    labelled, rows = {domain: sentiment(found[domain]) for domain in DOMAINS}, []
+    for i in range(n_splits):
+        domain, n = DOMAINS[i % 3], SIZES[1 + i // 3 % 2]
+        train, rest = split(labelled[domain], n, seed + 500 + 100 * n + i)
+        head, _ = fitted(*train, 2)
+        threshold = head.threshold(RISK, CONFIDENCE)
+        for where, test in {"in domain": rest, **labelled}.items():
+            if where != domain:
+                risk, coverage = answered(threshold, head(test[0]), test[1])
+                rows.append({"shift": where != "in domain", "risk": risk, "coverage": coverage})
+    return rows
 
 
-def paired(rows: list[Any], method: str, score: str, *, shift: bool) -> list[float]:
-    """Differences of a method from the usual recipe, the mean over the test sets of every cell."""
-    each = []
-    for row in rows:
-        tests = [test["methods"] for where, test in row["tests"].items() if (where != "in domain") == shift]
-        if tests:
-            each.append(statistics.mean(test[method][score] - test[USUAL][score] for test in tests))
-    return each
+def answered(threshold: Threshold, probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Share of wrong answers, 0 without any, and share of answers."""
+    given = threshold.answers(probabilities)
+    wrong = (probabilities.argmax(1) != labels)[given].double()
+    return float(wrong.mean()) if len(wrong) else 0.0, float(given.double().mean())
 
 
-def mean_and_error(values: list[float]) -> str:
-    """Mean ± its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+# What was found: means over cells.
 
 
-def lines(results: dict[str, Any]) -> Iterator[str]:
-    """The table, and what is to be reached."""
-    yield "| | task | cells | NLL | ECE | AURC | accuracy | NLL less the usual recipe's | worst |"
-    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|"
-    groups: dict[tuple[str, bool], list[Any]] = defaultdict(list)
-    for row in results["cells"]:
-        kind = "topics" if row["task"] == "topics" else "sentiment"
-        groups[kind, False].append(row)
-        if kind == "sentiment":
-            groups[kind, True].append(row)
-    for (kind, shift), rows in groups.items():
-        for method in (HEAD, USUAL, OURS):
-            tests = [t["methods"][method] for r in rows for w, t in r["tests"].items() if (w != "in domain") == shift]
-            means = " | ".join(
-                f"{statistics.mean(t[s] for t in tests):.3f}" for s in ("nll", "ece", "aurc", "accuracy")
-            )
-            gaps = paired(rows, method, "nll", shift=shift)
-            where = f"{kind}, {'shift' if shift else 'in domain'}"
-            yield f"| {method} | {where} | {len(rows)} | {means} | {mean_and_error(gaps)} | {max(gaps):+.3f} |"
-    yield ""
+def means(rows: list[Any], *, shift: bool) -> dict[str, Any]:
+    """Scores of every method, and differences of the decision from the usual recipe, paired.
+
+    A run is a fit, with the mean over its test sets; a cell has the runs of a domain and a number of labels.
+    """
+    each: dict[str, dict[str, list[float]]] = {
+        method: {
+            score: [
+                statistics.mean(
+                    test["methods"][method][score]
+                    for where, test in row["tests"].items()
+                    if (where != "in domain") == shift
+                )
+                for row in rows
+            ]
+            for score in ("nll", "ece", "aurc", "accuracy")
+        }
+        for method in (HEAD, USUAL, OURS)
+    }
+    gaps = {
+        score: [ours - usual for ours, usual in zip(each[OURS][score], each[USUAL][score], strict=True)]
+        for score in ("nll", "ece", "aurc")
+    }
+    cells: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for gap, row in zip(gaps["nll"], rows, strict=True):
+        cells[row["task"], row["n"]].append(gap)
+    each_cell = [mean_and_error(values) for values in cells.values()]
+    return {
+        "runs": len(rows),
+        "methods": {method: {score: statistics.mean(x) for score, x in of.items()} for method, of in each.items()},
+        "gaps": {score: mean_and_error(values) for score, values in gaps.items()},
+        "sizes": {
+            str(n): mean_and_error([gap for gap, row in zip(gaps["nll"], rows, strict=True) if row["n"] == n])
+            for n in sorted({row["n"] for row in rows})
+        },
+        "cells": len(cells),
+        "within": sum(gap <= error for gap, error in each_cell),
+        "worst": max(gap for gap, _ in each_cell),
+    }  # fmt: skip
+
+
+def aggregated(results: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of all cells: little."""
+    texts, topics = ([row for row in results["cells"] if (row["task"] == "topics") == is_it] for is_it in (False, True))
+    kept: dict[str, Any] = {
+        "seed": results["seed"],
+        "tasks": {
+            TASKS[0]: means(texts, shift=False),
+            TASKS[1]: means(texts, shift=True),
+            TASKS[2]: means(topics, shift=False),
+        },
+        "seconds": statistics.median(row["seconds"] for row in texts if row["n"] == max(row["n"] for row in texts)),
+    }  # fmt: skip
     for shift in (False, True):
-        tests = [
-            t for r in results["cells"] if r["task"] != "topics" for w, t in r["tests"].items()
-            if (w != "in domain") == shift and t["coverage"] > 0
-        ]  # fmt: skip
-        if tests:
-            share = statistics.mean(t["risk"] > RISK for t in tests)
-            risk, coverage = (statistics.mean(t[name] for t in tests) for name in ("risk", "coverage"))
-            yield (
-                f"- threshold({RISK}, {CONFIDENCE}), {'under shift' if shift else 'in domain'}: {len(tests)} answered "
-                f"some, {share:.0%} of these are wrong more often than {RISK:.0%}; mean risk {risk:.3f}, coverage "
-                f"{coverage:.2f}"
-            )
-    if results["regression"]:
-        rows = results["regression"]
-        coverage = [row["coverage"] for row in rows]
-        gaps = mean_and_error([row["nll"] - row["ridge"] for row in rows])
-        yield f"- ratings: 90 % intervals cover {statistics.mean(coverage):.3f}; NLL less that of ridge by CV {gaps}"
-    if results["acquire"]:
-        for way in ("random", "acquire"):
-            curves = [row["nll"] for row in results["acquire"] if row["way"] == way]
-            means = ", ".join(f"{statistics.mean(values):.3f}" for values in zip(*curves, strict=True))
-            yield f"- NLL after 30, 40, … labels, {way}: {means}"
-    seconds = [row["seconds"] for row in results["cells"] if row["n"] == max(SIZES) and row["task"] != "topics"]
-    if seconds:
-        yield f"- a fit to {max(SIZES)} texts takes {statistics.median(seconds):.2f} s of processor time"
+        rows = [row for row in results["thresholds"] if row["shift"] == shift]
+        kept["threshold, shift" if shift else "threshold"] = {
+            "splits": len(rows),
+            "violated": statistics.mean(row["risk"] > RISK for row in rows),
+            "coverage": statistics.mean(row["coverage"] for row in rows),
+        }
+    rows = results["regression"]
+    kept["ratings"] = {
+        "cells": len(rows),
+        "coverage": mean_and_error([row["coverage"] for row in rows]),
+        "nll": mean_and_error([row["nll"] - row["ridge"] for row in rows]),
+    }
+    curves = {way: [row["nll"] for row in results["acquire"] if row["way"] == way] for way in ("random", "acquire")}
+    kept["acquire"] = {
+        way: [statistics.mean(values) for values in zip(*each, strict=True)] for way, each in curves.items()
+    } | {"draws": len(curves["random"])}
+    return rounded(kept)
+
+
+def labels_to_equal(kept: dict[str, Any]) -> tuple[int, int]:
+    """Labels of `acquire` with which the mean NLL is at most that of the most random ones, and their number."""
+    random, chosen = kept["acquire"]["random"], kept["acquire"]["acquire"]
+    first = next((k for k, nll in enumerate(chosen) if nll <= random[-1]), len(chosen) - 1)
+    return 30 + 10 * first, 30 + 10 * (len(random) - 1)
+
+
+def table(kept: dict[str, Any]) -> str:
+    """The tasks beside the usual recipe, and sentences on what else was measured."""
+    rows = []
+    for task, found in kept["tasks"].items():
+        usual, ours = found["methods"][USUAL], found["methods"][OURS]
+        nll, ece = ([f"{of[score]:.3f}" for of in (usual, ours)] for score in ("nll", "ece"))
+        rows.append([task, str(found["runs"]), *nll, in_words(found["gaps"]["nll"]), *ece])
+    heading = ["", "fits", "NLL, usual", "NLL, decision", "difference", "ECE, usual", "ECE, decision"]
+    return "\n".join([summary.table(heading, rows), "", *(f"- {line}" for line in sentences(kept))])
+
+
+def sentences(kept: dict[str, Any]) -> Iterator[str]:
+    """What else was measured."""
+    for task, found in kept["tasks"].items():
+        sizes = ", ".join(f"{in_words(gap)} with {n}" for n, gap in found["sizes"].items())
+        yield (
+            f"{task}: {sizes} labels. At most one standard error worse in {found['within']} of {found['cells']} pairs "
+            f"of a domain and a number of labels, the worst {signed(found['worst'])}; "
+            f"AURC {in_words(found['gaps']['aurc'])}."
+        )
+    inside, outside = kept["threshold"], kept["threshold, shift"]
+    yield (
+        f"`threshold({RISK}, {CONFIDENCE})` of left-out data: more than {RISK:.0%} wrong in {inside['violated']:.1%} "
+        f"of {inside['splits']} splits, and in {outside['violated']:.0%} in other domains; "
+        f"{inside['coverage']:.0%} and {outside['coverage']:.0%} are answered."
+    )
+    ratings = kept["ratings"]
+    yield (
+        f"ratings: 90 % intervals cover {ratings['coverage'][0]:.3f} ± {ratings['coverage'][1]:.3f}; NLL less that of "
+        f"ridge regression with five folds {in_words(ratings['nll'])}."
+    )
+    few, many = labels_to_equal(kept)
+    yield (
+        f'`laplace.acquire(…, "epig")`, {kept["acquire"]["draws"]} draws: {few} labels are as good as {many} '
+        "random ones."
+    )
+
+
+def in_words(gap: Sequence[float]) -> str:
+    """A difference and its standard error."""
+    return f"{signed(gap[0])} ± {gap[1]:.3f}"
+
+
+def signed(value: float) -> str:
+    """With its sign, and a zero before the point as in the page's other numbers."""
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def run(seed: int, n_draws: int, n_topic_draws: int, *, quick: bool) -> dict[str, Any]:
@@ -299,7 +383,9 @@ def run(seed: int, n_draws: int, n_topic_draws: int, *, quick: bool) -> dict[str
     return {
         "cells": cells(found, seed, n_draws, n_topic_draws, sizes),
         "regression": regression(found, seed, n_draws, sizes),
-        "acquire": labels_needed(found, seed, min(n_draws, 5), 40 if quick else 150),
+        "acquire": labels_needed(found, seed, min(n_draws, 5), 40 if quick else 110),
+        "thresholds": thresholds(found, seed, 3 if quick else 200),
+        "seed": seed,
     }
 
 
@@ -314,9 +400,10 @@ def main() -> None:
     torch.set_num_threads(1)
     draws = (1, 1) if given.quick else (given.draws, given.topics)
     results = run(given.seed, *draws, quick=given.quick)
-    print("\n".join(lines(results)))
+    kept = aggregated(results)
+    print(table(kept))
     if not given.quick:
-        RESULTS.write_text(json.dumps({"seed": given.seed, **results}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import acquiring, atoms, knows, language, rewards, summary, texts, unlabelled, volumes
+from benchmarks.quality import (
+    acquiring,
+    atoms,
+    decisions,
+    knows,
+    language,
+    rewards,
+    summary,
+    texts,
+    unlabelled,
+    volumes,
+)
 from benchmarks.quality.methods import (
     CALIBRATE,
     CALIBRATED_ENSEMBLE,
@@ -31,10 +42,13 @@ from benchmarks.quality.summary import number, shifted, signed, table, with_floo
 from benchmarks.quality.targets import difference, gains, is_classification, lines, mean_and_error, values
 
 FOLDER = Path(__file__).parent
-PAGE, CHOOSE, LANGUAGE, LABELLING = (
-    FOLDER.parents[1] / "docs" / f"{name}.md" for name in ("quality", "choose", "language_models", "labelling")
+PAGE, CHOOSE, LANGUAGE, LABELLING, SIXTY = (
+    FOLDER.parents[1] / "docs" / f"{name}.md"
+    for name in ("quality", "choose", "language_models", "labelling", "tutorials/sixty_labels")
 )
 RESULTS, RULES = FOLDER / "results.json", FOLDER / "rules.json"
+READ = (RESULTS, RULES, knows.RESULTS, unlabelled.RESULTS, decisions.RESULTS)
+"""What the pages are written from."""
 LAST = "last layer, kron"
 COLUMNS = {
     "temperature scaling": (TEMPERATURE, ""),
@@ -293,7 +307,11 @@ def written(page: str, found: dict[str, str]) -> str:
 
 
 def pages(
-    results: Results, study: dict[str, Any], checks: list[dict[str, Any]], widths: list[dict[str, Any]]
+    results: Results,
+    study: dict[str, Any],
+    checks: list[dict[str, Any]],
+    widths: list[dict[str, Any]],
+    decided: dict[str, Any],
 ) -> dict[Path, dict[str, str]]:
     """The pages and their blocks."""
     said = [str(target) for name in language.NAMES for target in language.targets(results.get(name), name)]
@@ -312,13 +330,13 @@ def pages(
         CHOOSE: {"methods": summary.short([row for row in results["rows"] if is_classification(row)])},
         LANGUAGE: {**tables, "targets": in_lines(said)},
         LABELLING: {"acquiring": acquiring.table(results.get("acquiring"))},
+        SIXTY: {"decisions": decisions.table(decided)},
     }
 
 
 def main() -> None:
     """Writes the pages."""
-    read = (RESULTS, RULES, knows.RESULTS, unlabelled.RESULTS)
-    found = pages(*(json.loads(path.read_text("utf-8")) for path in read))
+    found = pages(*(json.loads(path.read_text("utf-8")) for path in READ))
     for path, parts in found.items():
         path.write_text(written(path.read_text("utf-8"), parts), "utf-8")
 

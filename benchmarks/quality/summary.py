@@ -50,6 +50,15 @@ def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(part) + " |" for part in parts)
 
 
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Numbers with so many digits, in whatever holds them."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
+
+
 def number(value: float, digits: int = 3) -> str:
     """A number without the zero before the point."""
     text = f"{value:.{digits}f}"

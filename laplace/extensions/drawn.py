@@ -118,7 +118,8 @@ class DrawnFunction(nn.Module):
             return self.width(f, inputs) + (at_sample - f)
         try:
             with sdpa_kernel(SDPBackend.MATH), _ByProducts() if self._by_products else nullcontext():
-                f, moved, inputs = jvp(read, (weights,), (steps,), has_aux=True)
+                found: Any = jvp(read, (weights,), (steps,), has_aux=True)
+            f, moved, inputs = found
         except RuntimeError as error:  # of PyTorch's operations without one, or of a user's autograd.Function
             if ran_out(error):
                 raise

@@ -114,6 +114,9 @@ class FeatureBasis:
         s and A₋ = C + I − s z zᵀ its products with the others are those of A₋^½ z. That is the integral of
         (2c/π) A₋ (A₋ cos²φ + c² sin²φ)⁻¹ z over φ from 0 to π/2 for any c, whose inverses differ from diagonal ones by
         rank one; the midpoint rule converges geometrically.
+
+        Products of the others with one another stay. That is for heads of classes: of real numbers with little weight
+        decay, where residuals are small, these decide, and data left out would seem better known than new ones.
         """
         share = (counts / counts.sum()).unsqueeze(1)
         z = (widened(features) - self.mean) / self.scale @ self.vectors
@@ -394,23 +397,20 @@ class RidgeHead:
         mean, covariance = self.moments(z, outside)
         return mean, covariance.flatten(1)
 
-    def left_out(self, data: Labelled, others: Coordinates) -> LeaveOneOutOutputs:
-        """Moments of every datum without it, exactly, at the coordinates `others` that it has under their prior."""
-        mean, share = self._without(data, others)
+    def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
+        """Moments of every datum without it, exactly."""
+        mean, share = self._without(data)
         return LeaveOneOutOutputs(mean, (self.noise * share).view(-1, 1, 1))
 
-    def _without(self, data: Labelled, others: Coordinates) -> tuple[Tensor, Tensor]:
+    def _without(self, data: Labelled) -> tuple[Tensor, Tensor]:
         """Means `[N, 1]`, and variances in units of the noise `[N]`."""
-        own, there = self.root @ data.z.T, self.root @ others[0].T
-        shared = (own * there).sum(0)
-        moved = data.counts * shared / (1 - data.counts * own.square().sum(0))
-        mean = others[0] @ self.at - moved.unsqueeze(1) * (data.targets - data.z @ self.at)
-        return mean, there.square().sum(0) + others[1] / self.decay + moved * shared
+        share = (self.root @ data.z.T).square().sum(0)
+        share = share / (1 - data.counts * share)
+        mean = data.z @ self.at
+        return mean - (data.counts * share).unsqueeze(1) * (data.targets - mean), share
 
 
-def ridge_heads(
-    data: Labelled, others: Coordinates, y: Tensor, index: Tensor, basis: FeatureBasis
-) -> Iterator[RidgeHead]:
+def ridge_heads(data: Labelled, y: Tensor, index: Tensor, basis: FeatureBasis) -> Iterator[RidgeHead]:
     """Heads at all weight decays; the noise is that of targets `[M, 1]`, each of the datum of its index `[M]`."""
     weighted = data.counts.unsqueeze(1) * data.z
     for decay in OF_NUMBERS:
@@ -419,6 +419,6 @@ def ridge_heads(
         root = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         at = root.mT @ (root @ (weighted.T @ data.targets))
         head = RidgeHead(decay, at, root, torch.ones_like(precision[0, 0]))
-        mean, share = head._without(data, others)
+        mean, share = head._without(data)
         residuals = (y - mean[index]).square().squeeze(1)
         yield replace(head, noise=(residuals / (1 + share[index])).mean())

@@ -20,7 +20,6 @@ from laplace.errors import InvalidData, UnsupportedError
 from laplace.gp.heads import (
     FLAT,
     INTERCEPT,
-    Coordinates,
     FeatureBasis,
     Labelled,
     RidgeHead,
@@ -102,7 +101,8 @@ class FittedHead:
             torch.ones(n_classes, dtype=wide_dtype()) if weights is None else torch.tensor(weights, dtype=wide_dtype())
         )
         counts = counts[labels]
-        data, others, index, basis = _distinct(features, nn.functional.one_hot(labels, n_classes), counts)
+        distinct, data, index, basis = _distinct(features, nn.functional.one_hot(labels, n_classes), counts)
+        others = basis.without_each(distinct, data.counts)
 
         def score(one: SoftmaxHead) -> tuple[Tensor, SoftmaxHead, Tensor, Tensor]:
             left = one.left_out(data, others)
@@ -120,14 +120,14 @@ class FittedHead:
         y = widened(y)
         shift, unit = float(y.mean()), float(y.std(correction=0)) or 1.0
         targets = ((y - shift) / unit).unsqueeze(1)
-        data, others, index, basis = _distinct(features, targets, torch.ones_like(y))
+        _, data, index, basis = _distinct(features, targets, torch.ones_like(y))
 
         def score(one: RidgeHead) -> tuple[Tensor, RidgeHead, Tensor, Tensor]:
-            left = one.left_out(data, others)
+            left = one.left_out(data)
             mean, variance = left.mean[index], left.variance[index]
             return -(targets - mean).square().mean(), one, mean, variance
 
-        heads = ridge_heads(data, others, targets, index, basis)
+        heads = ridge_heads(data, targets, index, basis)
         _, head, mean, variance = max((score(one) for one in heads), key=lambda found: float(found[0]))
         stacked = Stacked.of_numbers(mean, variance, head.noise, targets)
         return cls(features, y, None, basis, head, stacked, mean, variance, shift, unit)
@@ -237,8 +237,8 @@ def _likelihood(is_regression: bool, class_weight: tuple[float, ...] | None) -> 
     return Categorical(class_weight=class_weight)
 
 
-def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labelled, Coordinates, Tensor, FeatureBasis]:
-    """Features that differ, with the mean targets of each; where each is without it; the row of every datum; basis."""
+def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Tensor, Labelled, Tensor, FeatureBasis]:
+    """Features that differ; with the mean targets of each; the row of every datum among them, `[N]`; and a basis."""
     distinct, index = torch.unique(features, dim=0, return_inverse=True)
     total = counts.new_zeros(len(distinct)).index_add_(0, index, counts)
     sums = counts.new_zeros(len(distinct), targets.shape[1])
@@ -246,8 +246,7 @@ def _distinct(features: Tensor, targets: Tensor, counts: Tensor) -> tuple[Labell
     counted = total > 0
     total = torch.where(counted, total, torch.finfo(total.dtype).tiny)  # a class that counts nothing
     basis = FeatureBasis.from_features(distinct, total)
-    data = Labelled(basis.coordinates(distinct)[0], sums / total.unsqueeze(1), total)
-    return data, basis.without_each(distinct, total), index, basis
+    return distinct, Labelled(basis.coordinates(distinct)[0], sums / total.unsqueeze(1), total), index, basis
 
 
 # The stack as components of one prediction.

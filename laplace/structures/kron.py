@@ -287,7 +287,7 @@ class KronPrecision(Precision):
         return self.spectra.regrouped(jacobian).sum_over_blocks(of_block)
 
     @cached_property
-    def axes(self) -> Tensor | None:
+    def axes(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Those of the output side, which all tensors of a layer share; of factors alone, whose sides are known."""
         first = self.spectra[0]
         shared = self.spectra.factored and all(

@@ -46,7 +46,7 @@ def quick() -> list[dict[str, Any]]:
 
 
 def test_the_pages_say_what_the_results_say() -> None:
-    found = page.pages(*(kept(path) for path in (page.RESULTS, page.RULES, knows.RESULTS, unlabelled.RESULTS)))
+    found = page.pages(*map(kept, page.READ))
     for path, parts in found.items():
         text = path.read_text("utf-8")
         assert page.written(text, parts) == text, path.name
