@@ -241,13 +241,12 @@ class Inverse:
 
     def covariance(self, z: Tensor, outside: Tensor) -> Tensor:
         """Covariances of logits less their mean, `[B, K, K]`; `outside` are prior variances off the span, `[B]`."""
-        return self.between(z, z, outside)
+        images = self.images(z)
+        return _between(images, images, outside)
 
-    def between(self, z: Tensor, others: Tensor, outside: Tensor) -> Tensor:
-        """The same of logits at z with those at others, in pairs; `outside` is what both share off the span."""
-        own = ((self.roots @ z.T) * (self.roots @ others.T)).sum(1).T + outside.unsqueeze(1)
-        left, right = ((self.coupling @ each.T).movedim(2, 0) for each in (z, others))  # `[B, K, N]`
-        return _centred(left @ right.mT + own.diag_embed())
+    def images(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """What covariances are made of, `[K, R + 1, B]` and `[K, N, B]`."""
+        return self.roots @ z.T, self.coupling @ z.T
 
     @cached_property
     def forms(self) -> Tensor:
@@ -261,6 +260,12 @@ class Inverse:
         """The diagonals of `covariance`, `[B, K]`, of few inputs in less time."""
         n = len(self.roots)
         return ((z @ self.forms) * z).sum(2).T.clamp(min=0) + (1 - 1 / n) * outside.unsqueeze(1)
+
+
+def _between(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], outside: Tensor) -> Tensor:
+    """Covariances of logits less their mean in pairs, `[B, K, K]`, of two images; `outside` is shared off the span."""
+    own = (one[0] * other[0]).sum(1).T + outside.unsqueeze(1)
+    return _centred(one[1].movedim(2, 0) @ other[1].movedim(2, 0).mT + own.diag_embed())
 
 
 def _centred(covariance: Tensor) -> Tensor:
@@ -300,9 +305,11 @@ class SoftmaxHead:
         `others`, which it has under the prior of the others: μ′ + S′ (I − ΛS)⁻¹ g and Σ′ + S′ (I − ΛS)⁻¹ Λ S′ᵀ.
         """
         p, count = data.probabilities(self.at), data.counts.view(-1, 1, 1)
-        own = self.inverse.covariance(data.z, torch.zeros_like(data.counts))
-        shared = self.inverse.between(others[0], data.z, torch.zeros_like(data.counts))
-        mean, covariance = self.moments(*others)
+        here, there = self.inverse.images(data.z), self.inverse.images(others[0])
+        none, mean = torch.zeros_like(data.counts), others[0] @ self.at
+        own, shared = _between(here, here, none), _between(there, here, none)
+        covariance = _between(there, there, others[1] / self.decay)
+        mean = mean - mean.mean(1, keepdim=True)
         hessian = count * (p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1))
         gradient = (data.counts.unsqueeze(1) * (p - data.targets)).unsqueeze(2)
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)

@@ -17,16 +17,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import replayed
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.gp.heads import (
-    FLAT,
-    INTERCEPT,
-    FeatureBasis,
-    Labelled,
-    RidgeHead,
-    SoftmaxHead,
-    ridge_heads,
-    softmax_heads,
-)
+from laplace.gp.heads import FLAT, INTERCEPT, FeatureBasis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
 from laplace.grid import from_names
 from laplace.likelihoods import Categorical, get_likelihood
 from laplace.likelihoods.base import Likelihood
