@@ -110,8 +110,8 @@ class Evidence:
         prior = self.prior
         if not prior.is_constant_per_tensor:
             return prior.squares(self.mean)
-        number = prior.mean.item() if prior.mean.numel() == 1 and prior.mean.device.type == "cpu" else None
-        given = (self.mean, prior.mean, (*prior.precision.shape, number))
+        is_cheap = prior.mean.numel() == 1 and not operations_are_dear(prior.mean.device)
+        given = (self.mean, prior.mean, prior.precision.shape, str(prior.mean.item()) if is_cheap else "")
         return self.kept.computed("squares", given, lambda: prior.squares(self.mean))
 
     @property
