@@ -455,12 +455,13 @@ class KronSink(Sink):
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
-        n_data = torch.full((), len(hessian.diag), dtype=self.dtype, device=hessian.diag.device)
         for slot, block in blocks.items():
             output = f"out:{self.sources[slot].use}"
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
-            weights, features, count = self.sources[slot].weights, block.features, n_data
+            weights, features = self.sources[slot].weights, block.features
+            # A tensor of its own for every slot: sums of shards are added in place.
+            count = torch.full((), block.n_data, dtype=self.dtype, device=features.device)
             if weights is not None:
                 features, count = widened(features) * widened(weights).sqrt().unsqueeze(1), weights.sum()
             inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace.core import nested
 from laplace.core.gaussian import centred_variance_of_independent
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import CurvatureError
+from laplace.errors import CurvatureError, UnsupportedError
 from laplace.jacobian.blocks import Block, CentredBlock, ProductBasis, RankOne, TensorShape, all_of, chunks, less_mean
 from laplace.jacobian.outer import OuterBlock
 
@@ -324,10 +324,6 @@ class RotatedHeadBlock(Head):
         """The head without repeated rows: one row for a bias, whose rows are all equal."""
         return self.head.at(slice(0, 1)) if self.is_bias else self.head
 
-    def norms_along_basis(self, weights: Tensor) -> Tensor:
-        """v with J diag(w) Jᵀ = u diag(v) uᵀ, `[B, O]`."""
-        return self._different.weighted_norms(weights).expand(self.n_data, -1)
-
     def weighted_norms(self, weights: Tensor) -> Tensor:
         return (self._different.weighted_norms(weights) @ self.basis.square().T).expand(self.n_data, -1)
 
@@ -336,6 +332,13 @@ class RotatedHeadBlock(Head):
         norms = head.weighted_norms(weights.to(head.features.dtype)).to(weights.dtype)
         basis = self.basis.to(weights.dtype)
         return ((basis * norms.unsqueeze(1)) @ basis.T).expand(self.n_data, -1, -1)
+
+
+def norms_along_basis(block: Block, weights: Tensor) -> Tensor:
+    """v with J diag(w) Jᵀ = u diag(v) uᵀ of a head in another basis u of its outputs, `[B, O]`."""
+    if not isinstance(block, RotatedHeadBlock):
+        raise UnsupportedError(f"a block of kind {block.kind!r} is none of a head; ask for `variance`.")
+    return block._different.weighted_norms(weights).expand(block.n_data, -1)
 
 
 def as_head(block: Block) -> Head | None:

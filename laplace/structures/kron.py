@@ -27,9 +27,9 @@ from laplace.core.precision_policy import EIGENBASIS_ERROR, root_dtype, wide_dty
 from laplace.engines.cost import DOUBLE, Cost, SideCosts, widest_gradient
 from laplace.engines.kron_parts import UNUSED, Factor, KronBlock, KronParts
 from laplace.enums import DampingForm
-from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument
 from laplace.jacobian.blocks import Block, MappedBlock
-from laplace.jacobian.heads import RotatedHeadBlock
+from laplace.jacobian.heads import norms_along_basis
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import AdditiveCurvature, Curvature, other_structure
 from laplace.structures.precision import (
@@ -399,10 +399,7 @@ class EigenBlock:
 
     def variance_along_axes(self, block: Block) -> Tensor:
         """As of `Precision.variance_along_axes`."""
-        rotated = self.spectrum.project(block)
-        if not isinstance(rotated, RotatedHeadBlock):
-            raise UnsupportedError(f"a block of kind {block.kind!r} is none of a head; ask for `variance`.")
-        return rotated.norms_along_basis(self._variances)
+        return norms_along_basis(self.spectrum.project(block), self._variances)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         """P^exponent v of vectors `[..., p]`."""
