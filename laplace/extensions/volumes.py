@@ -266,10 +266,11 @@ def _totals(
 def _linearised(posterior: Posterior, x: Inputs, sums: _Sums, weights: Tensor | float) -> tuple[Tensor, Tensor]:
     """Sums `[B, K]` and their covariance `[B, K, K]`, of the linearised network whose outputs they are."""
     posterior.check_unchanged()
-    engine = _engine(posterior, sums, weights if isinstance(weights, float) else None)
+    summed, engine = _engine(posterior, sums, weights if isinstance(weights, float) else None)
     inputs = batches.to_device(_beside(x, weights) if isinstance(weights, Tensor) else x, posterior.problem.device)
     pieces = shifted(engine.jacobian(inputs), posterior.refined_step)
     found = gaussian_of(pieces, posterior.precision(), "full")
+    sums.single = summed.sums.single
     return found.mean, found.covariance
 
 
@@ -277,16 +278,15 @@ _LAST: WeakKeyDictionary[Fitted, tuple[_Summed, CurvatureEngine]] = WeakKeyDicti
 """The last engine of every fit: it proves its rules once, which takes passes of its own."""
 
 
-def _engine(posterior: Posterior, sums: _Sums, weight: float | None) -> CurvatureEngine:
-    """The engine of a network's sums, the last one where they are the same."""
+def _engine(posterior: Posterior, sums: _Sums, weight: float | None) -> tuple[_Summed, CurvatureEngine]:
+    """The engine of a network's sums, and what it sums; the last one where they are the same."""
     data, problem = posterior.require_fitted(), posterior.problem
     summed = _Summed(problem.forward_fn or batches.call, sums, weight)
     last = _LAST.get(data)
     if last is None or not last[0].is_like(summed):
         engine = NativeGGN.engine_for(replace(problem, forward_fn=summed), posterior.likelihood, {})
         _LAST[data] = last = summed, engine
-    sums.single = last[0].sums.single
-    return last[1]
+    return last
 
 
 @dataclass(frozen=True, eq=False)

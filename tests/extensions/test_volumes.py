@@ -164,6 +164,13 @@ def test_asked_again_it_takes_one_forward_pass() -> None:
     assert len(calls) == 1
 
 
+def test_a_question_that_failed_leaves_no_trace() -> None:
+    la, (x, y) = fitted(), data("image")
+    with pytest.raises(InvalidData, match="weights have shape"):
+        totals(la, x, of=1, weights=torch.ones(3, 5))
+    assert totals(la, x, of=1, weights=torch.ones(y.shape)).mean.shape == (3,)
+
+
 def test_held_out_images_of_unequal_sizes() -> None:
     """One by one, or padded to a common size with labels that are ignored."""
     la, generator = fitted(), torch.Generator().manual_seed(2)
