@@ -170,24 +170,23 @@ class CalibrationGrid:
     noise: bool = True  # whether the noise is chosen, too, of a likelihood that has one
     predictive: Predictive = field(default_factory=Predictive)
 
-    @property
-    def present(self) -> int:
-        """Index of the present prior precision, at which a mixture of networks has its weights."""
-        return self.factors.index(1.0)
-
     def around(self, unit: float) -> CalibrationGrid:
         """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
         return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
 
     def predictions(self, fold: Fold | LeaveOneOutFold, sigma_noise: Tensor) -> MixedCandidates:
-        """Predictions of a fold's posteriors at every factor, at c = 1 and a noise."""
-        hypers, first = fold.group.hypers(()), fold.group.first
+        """Predictions of a fold's posteriors at every factor, at c = 1 and a noise.
+
+        The weights of a mixture are those at its own hyper-parameters, which a calibration leaves as they are.
+        """
+        hypers, first, weights = fold.group.hypers(()), fold.group.first, fold.group.weights()
         settings = [
             replace(hypers, prior_precision=factor * hypers.prior_precision, sigma_noise=sigma_noise)
             for factor in self.factors
         ]
         predictive = replace(self.predictive, pred_type=first.choices.pred_types.name(PredType.GLM))
-        return fold.group.candidates(settings, predictive, whole_covariance=False)
+        group = replace(fold.group, weigh=lambda _: weights)
+        return group.candidates(settings, predictive, whole_covariance=False)
 
 
 def refuse_unscalable(posterior: Posterior) -> None:
@@ -371,7 +370,7 @@ def _tilts(
         rows.keep(known)
         if not rows.layers:
             return (), "the inputs of layers are not in the order of the data", []
-    found = tilting.choose(members, scored.weights[:, grid.present], sigma, caution(n_data))
+    found = tilting.choose(members, scored.weights[:, 0], sigma, caution(n_data))
     if isinstance(found, str):
         return (), found, []
     distances = zip(*found[1], strict=True)
@@ -431,7 +430,7 @@ def _noises(
     Multiples of the root mean square of the residuals, of every output where every one has its noise.
     """
     present, read = hypers.sigma_noise, [fold for fold in folds if isinstance(fold, Fold)]
-    parts = [part for fold in read for part in grid.predictions(fold, present).at_networks(fold.data, grid.present)]
+    parts = [part for fold in read for part in grid.predictions(fold, present).at_networks(fold.data, 0)]
     mean, variance, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
     squares = widened(y - mean).square().nanmean(0)
     if present.ndim:
@@ -578,7 +577,7 @@ class _ScoreDifferences:
             self._lowest, self._highest = min(self._lowest, low.item()), max(self._highest, high.item())
             self._n_labels += len(rows.y)
         likelihood, noise = scored.posterior.likelihood, self.network_noise
-        score, weights, network = find_score("nll", likelihood), scored.weights[:, self.grid.present].unsqueeze(1), None
+        score, weights, network = find_score("nll", likelihood), scored.weights[:, :1], None
         distances = [each[rows.index].to(mean) for each, mean in zip(r, means, strict=False)]
         widths = [_Width(scored, each, means, rows.y, distances) for each in self.tilts]
         tilted: list[Tensor] = []

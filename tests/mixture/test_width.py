@@ -100,9 +100,15 @@ def test_one_width_is_chosen_by_what_the_mixture_says(likelihood: str, weights: 
         assert_close(mixture.predict(new).probabilities, p, "algebra")
 
 
+@pytest.mark.parametrize("rule", ["given", "evidence"])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_scales_are_scored_on_top_of_it(likelihood: str) -> None:
+def test_scales_are_scored_on_top_of_it(likelihood: str, rule: str) -> None:
     mixture, (x, y) = mixture_of(likelihood), data(N_VAL, 1, likelihood)
+    if rule == "evidence":  # which says more of some prior precisions than of others, and of the present one counts
+        parts = [Laplace(network(), likelihood, "last_layer", each, prior_precision=3.0) for each in ("kron", "diag")]
+        mixture = MixtureLaplace(parts, weights="evidence")
+        mixture.fit([data(N_TRAIN, 0, likelihood)])
+        assert 0.01 < float(mixture.weights[0]) < 0.99
     found = mixture.calibrate([(x, y)])
     assert found.tilt.width > 0
     i, j, k = 2, 6, len(found.table["sigma_noise"]) // 2
