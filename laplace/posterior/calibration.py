@@ -27,6 +27,9 @@ _VANISHING = 1e-12
 _CHOSEN_AT = ("prior_precision", "sigma_noise", "temperature")
 """Hyper-parameters that a calibration is of."""
 
+_CHOICE = ("scale", "held_out", "n_data", "network_nll", "posterior_nll", "standard_error")
+"""Attributes by which two choices differ."""
+
 _LEAST_SCALE = 1e-18
 """The smallest scale, at which a precision is still finite in float32."""
 
@@ -133,9 +136,11 @@ class Calibration:
         return (self,) if count == 1 else tuple(replace(self, tilt=tilt, others=()) for tilt in tilts)
 
     @staticmethod
-    def of_mixture(components: Sequence[Calibration]) -> Calibration:
-        """The one that all components of a mixture predict by."""
+    def of_mixture(components: Sequence[Calibration]) -> Calibration | None:
+        """The one that all components of a mixture predict by; None of components that were calibrated alone."""
         first = components[0]
+        if any(getattr(one, name) != getattr(first, name) for one in components for name in _CHOICE):
+            return None
         others = tuple(one.tilt for one in components[1:])
         return replace(first, others=others) if first.tilt is not None or any(others) else first
 

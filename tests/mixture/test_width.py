@@ -164,6 +164,18 @@ def test_a_width_of_other_networks_is_refused() -> None:
     assert not la.calibration.others
 
 
+def test_components_that_were_calibrated_alone_have_no_calibration_in_common() -> None:
+    mixture, x = mixture_of("classification"), new_inputs()
+    plain = mixture(x)
+    for n, la in zip((N_VAL, 30), mixture.components, strict=True):
+        la.calibrate([data(n, 1)])
+    expected = sum(weight * la(x) for weight, la in zip(WEIGHTS, mixture.components, strict=True))
+    assert_close(mixture(x), expected, "algebra")
+    assert mixture.calibration is None
+    mixture.calibration = None
+    assert torch.equal(mixture(x), plain)
+
+
 def test_loaders_that_can_be_read_once_serve_all_networks() -> None:
     mixture = mixture_of("classification", "last_layer")
     batches = [data(N_TRAIN, 0)]
