@@ -19,8 +19,8 @@ from laplace.core.inference import kept_for_later
 from laplace.core.pieces import operations_are_dear
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
-from laplace.structures.base import Precision
 from laplace.structures.fit import Fit
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True, eq=False)

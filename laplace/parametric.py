@@ -40,9 +40,10 @@ from laplace.posterior.posterior import Cache, Choices, HyperparameterValue, Pos
 from laplace.predicting import PosteriorPredicting
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.saving import Saved
-from laplace.structures.base import Curvature, Precision
+from laplace.structures.base import Curvature
 from laplace.structures.fit import Fit
 from laplace.structures.own import NoStructure
+from laplace.structures.precision import Precision
 from laplace.tunable import Tunable
 from laplace.weights.base import AllWeights, Weights
 from laplace.weights.last_layer import network_of

@@ -40,7 +40,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.refinement.leave_one_out import COMPRESSED
 from laplace.refinement.linear_model import RefineOptions
 from laplace.refinement.weight_space import LinearData, WeightRefiner
-from laplace.structures.base import Precision
+from laplace.structures.precision import Precision
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace

@@ -29,7 +29,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
-from laplace.structures.base import Precision
+from laplace.structures.precision import Precision
 from laplace.weights.problem import Problem
 
 L = TypeVar("L", bound=ParametricLaplace)

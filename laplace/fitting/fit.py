@@ -479,7 +479,7 @@ def sum_data(
     make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
     listening = Listening(judge=None if loss is None else loss.see, profile=check)
     with engine.asked(listening):
-        fit = _Readings(
+        fit = _Passes(
             loader, engine, listening, make_pass(engine), choices, options, determinism, content, check
         ).fit()
     if loss is not None:
@@ -492,7 +492,7 @@ _READ_TOGETHER = 8
 
 
 @dataclass(eq=False)
-class _Readings:
+class _Passes:
     """As many readings of the data as the structure needs, of which `data_pass` is the present one."""
 
     loader: Iterable[Any]

@@ -35,7 +35,7 @@ from laplace.parametric import NamedPosterior
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.options import FUNCTION_SPACE
-from laplace.structures.base import Precision
+from laplace.structures.precision import Precision
 from laplace.tunable import SearchName
 from laplace.tuning.candidates import Losses
 from laplace.tuning.losses import Validation, find_score

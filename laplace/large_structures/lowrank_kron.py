@@ -333,7 +333,7 @@ class LowRankKronPrecision(Precision):
     pairs: EigenvaluePairs | None = None  # D of all tensors for log determinants, where no hyper-parameter changes it
 
     @property
-    def _scale(self) -> Tensor:
+    def _weight(self) -> Tensor:
         return mean_weight(self.weights)
 
     @property
@@ -342,21 +342,21 @@ class LowRankKronPrecision(Precision):
         return torch.cat([part.rest for part in self.parts])
 
     def logdet_ratio(self) -> Tensor:
-        ratios = self._scale / self.prior.precision
+        ratios = self._weight / self.prior.precision
         if not self.prior.is_constant_per_tensor:
             return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
         inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
         if self.pairs is not None:
-            return self.pairs.log_det_ratio(self._scale, self.prior.precision) + inside
+            return self.pairs.log_det_ratio(self._weight, self.prior.precision) + inside
         sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
         return log_det_ratio(self._rest, ratios, sizes) + inside
 
     def quad(self, vectors: Tensor) -> Tensor:
         """By squares of few coordinates, half the work of a product."""
         wide = widened(vectors)
-        total = wide.square() @ widened(self._scale * self._rest + self.prior.diagonal())
+        total = wide.square() @ widened(self._weight * self._rest + self.prior.diagonal())
         for part, piece in zip(self.parts, wide.split([part.size for part in self.parts], -1), strict=True):
-            total = total + self._scale * (part.columns.inside(piece * part.scaling).square() * part.values).sum(-1)
+            total = total + self._weight * (part.columns.inside(piece * part.scaling).square() * part.values).sum(-1)
         return total.to(vectors.dtype)
 
     def power(self, vectors: Tensor, exponent: float) -> Tensor:
@@ -370,25 +370,25 @@ class LowRankKronPrecision(Precision):
     def _curved(self, part: TensorCurvature, vectors: Tensor) -> Tensor:
         """S (S U Λ Uᵀ S + D) v of vectors `[..., p]`, float64."""
         inside = part.columns.inside(vectors * part.scaling) * part.values
-        return self._scale * (part.columns.combined(inside) * part.scaling + vectors * part.rest)
+        return self._weight * (part.columns.combined(inside) * part.scaling + vectors * part.rest)
 
     def to_dense(self) -> Tensor:
         blocks = [self._dense_block(part) for part in self.parts]
-        dense = torch.block_diag(*blocks) + torch.diag(self._scale * self._rest + self.prior.diagonal())
+        dense = torch.block_diag(*blocks) + torch.diag(self._weight * self._rest + self.prior.diagonal())
         return dense.to(self.prior.precision.dtype)
 
     def _dense_block(self, part: TensorCurvature) -> Tensor:
         eye = torch.eye(len(part.columns), dtype=wide_dtype(part.rest.device), device=part.rest.device)
         rows = part.columns.combined(eye) * part.scaling
-        return self._scale * (rows.T * part.values) @ rows
+        return self._weight * (rows.T * part.values) @ rows
 
     @cached_property
     def _solved(self) -> tuple[_SolvedTensor, ...]:
         return tuple(self._solve(part, delta) for part, delta in zip(self.parts, self.prior.per_block(), strict=True))
 
     def _solve(self, part: TensorCurvature, delta: Tensor) -> _SolvedTensor:
-        inverse = (1 / (widened(self._scale) * widened(part.rest) + widened(delta))).expand(part.size)
-        roots = (widened(self._scale) * part.values).sqrt()
+        inverse = (1 / (widened(self._weight) * widened(part.rest) + widened(delta))).expand(part.size)
+        roots = (widened(self._weight) * part.values).sqrt()
         if not len(roots):
             return _SolvedTensor(part, inverse, roots, inverse.new_zeros(0, 0))
         gram = part.columns.gram(widened(part.scaling).square() * inverse)

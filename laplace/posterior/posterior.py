@@ -32,9 +32,9 @@ from laplace.network.fsdp import require_unsharded
 from laplace.network.model_guard import own_precision
 from laplace.network.watch import Fingerprint, ModelWatch, ReferenceOutputs
 from laplace.posterior.calibration import Calibration
-from laplace.structures.base import Curvature, DataPass, Precision, SignedOptions
+from laplace.structures.base import Curvature, DataPass, SignedOptions
 from laplace.structures.fit import Fit
-from laplace.structures.precision import drawn
+from laplace.structures.precision import Precision, drawn
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="AdditiveCurvature")
 C = TypeVar("C", bound="Curvature")
-K = TypeVar("K")
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -128,10 +126,6 @@ class Curvature(ABC):
     is_wide: bool = False
     holds_inputs: bool = False
     by_layer: bool = False
-
-    def input_moments(self, place: int) -> Factor | None:
-        """Σ a aᵀ over the inputs of the layer of a weight, times a number, `[G, I, I]`; None where it is not held."""
-        return None
 
     # Before data are read.
 
@@ -254,7 +248,7 @@ class Curvature(ABC):
 
     @property
     def share(self) -> float:
-        """Share of the data seen that the likelihood of the evidence counts: less than 1 for a subset."""
+        """Share of the data that the likelihood in the evidence counts: less than 1 where a subset of them is kept."""
         return 1.0
 
     @property
@@ -262,14 +256,21 @@ class Curvature(ABC):
         """Factor of the prior precision in its precisions."""
         return 1.0
 
+    def input_moments(self, place: int) -> Factor | None:
+        """Σ a aᵀ over the inputs of the layer of a weight, times a number, `[G, I, I]`; None where it is not held."""
+        return None
+
     # The posterior.
 
     @classmethod
     def require_stored(cls, what: str) -> None:
-        """Refuses `what` takes a curvature that is stored, of a structure that asks the network of the fit for it.
+        """Refuses a structure that stores no curvature, but asks the network for it, where that is needed.
+
+        Args:
+            what: What needs it, as the subject of the message.
 
         Raises:
-            UnsupportedError: It is of such a structure.
+            UnsupportedError: It is such a structure.
         """
         del what
 
@@ -330,7 +331,7 @@ class Curvature(ABC):
 
     @property
     def note(self) -> str | None:
-        """Words about it in the `repr` of a posterior, or None."""
+        """Words about the curvature in the `repr` of a posterior, or None."""
         return None
 
     def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -342,7 +343,7 @@ class Curvature(ABC):
         return ()
 
     def without_factors(self) -> tuple[int, ...]:
-        """Tensors that are held by their exact diagonals, of a structure of factors, for want of these."""
+        """Indices of the tensors that have no Kronecker factors, of a structure of such: their diagonal is held."""
         return ()
 
     def public(self) -> Any:
@@ -350,7 +351,7 @@ class Curvature(ABC):
         return self
 
     def shown(self, dtype: torch.dtype) -> Any:
-        """The same in the dtype of the posterior, if it is tensors whose sums are wide."""
+        """`public` in the dtype of the posterior, where the sums are wider than that."""
         H = self.public()
         if not self.is_wide:
             return H

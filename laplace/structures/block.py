@@ -115,16 +115,16 @@ class BlockCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> BlockCurvature:
         if not isinstance(other, BlockCurvature):
             return NotImplemented
-        return _of((a + b for a, b in zip(self.values, other.values, strict=True)), self.groups)
+        return _from_blocks((a + b for a, b in zip(self.values, other.values, strict=True)), self.groups)
 
     def scaled(self, factor: float) -> BlockCurvature:
-        return _of((factor * block for block in self.values), self.groups)
+        return _from_blocks((factor * block for block in self.values), self.groups)
 
     def minus(self, removed: Curvature, *, signed: bool = False, terms: torch.dtype | None = None) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
             raise other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return _of((linalg.remaining_matrix(a, b, signed=signed, terms=terms) for a, b in pairs), self.groups)
+        return _from_blocks((linalg.remaining_matrix(a, b, signed=signed, terms=terms) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)
@@ -139,7 +139,7 @@ class BlockCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         pairs = [linalg.eigh(block, signed=True) for block in self.values]
         blocks = [(u * nonnegative(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
-        return _of((block.to(self.values[0]) for block in blocks), self.groups)
+        return _from_blocks((block.to(self.values[0]) for block in blocks), self.groups)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
@@ -169,7 +169,7 @@ class BlockCurvature(AdditiveCurvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> BlockCurvature:
-        return _of(state["values"], tuple(tuple(group) for group in state["groups"]))
+        return _from_blocks(state["values"], tuple(tuple(group) for group in state["groups"]))
 
     def require_of(self, layout: Layout, dtype: torch.dtype) -> None:
         if sorted(i for group in self.groups for i in group) != [*range(layout.n_tensors)]:
@@ -185,6 +185,6 @@ class BlockCurvature(AdditiveCurvature):
         return tuple(block.sum(0) for block in self.values)
 
 
-def _of(values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
-    """The curvature H `[E, p, p]` of every layer."""
+def _from_blocks(values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
+    """The curvature with these matrices `[E, p, p]`, one for every layer."""
     return BlockCurvature(tuple(MatrixSum.from_matrices(block) for block in values), groups)

@@ -30,79 +30,6 @@ ENTRY = "entry"
 
 
 @dataclass(frozen=True, eq=False)
-class DiagPrecision(Precision):
-    """A diagonal posterior precision."""
-
-    values: Tensor  # Diagonal of the unit curvature, `[P]`, of terms whose weights have a mean of 1
-    weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
-    prior: GaussianPrior  # δ
-    signed: bool = False  # Whether negative entries of the curvature are meant
-    pairs: EigenvaluePairs | None = None  # The same values for log determinants, where no hyper-parameter changes them
-
-    @property
-    def _scale(self) -> Tensor:
-        return mean_weight(self.weights)
-
-    @cached_property
-    def diagonal(self) -> Tensor:
-        """P, `[P]`."""
-        return self._scale * self.values + self.prior.diagonal()
-
-    @cached_property
-    def _variances(self) -> tuple[Tensor, ...]:
-        return self.prior.layout.split(self.diagonal_of_inverse())
-
-    def _positive(self) -> Tensor:
-        """P, `[P]`, if it is positive."""
-        return require_positive(self.diagonal, ENTRY) if self.signed else self.diagonal
-
-    def logdet(self) -> Tensor:
-        return self._positive().log().sum()
-
-    def logdet_ratio(self) -> Tensor:
-        if self.signed:
-            self._positive()
-        delta = self.prior.precision
-        if not self.prior.is_constant_per_tensor:
-            return (self._scale * self.values / delta).log1p().sum()
-        if self.pairs is not None:
-            return self.pairs.log_det_ratio(self._scale, delta)
-        sizes = (len(self.values),) if self.prior.is_scalar else self.prior.layout.sizes
-        return log_det_ratio(self.values, self._scale / delta, sizes)
-
-    def quad(self, vectors: Tensor) -> Tensor:
-        return vectors.square() @ self.diagonal
-
-    def power(self, vectors: Tensor, exponent: float) -> Tensor:
-        if exponent == 1:
-            return vectors * self.diagonal
-        variances = self.diagonal_of_inverse()
-        return vectors * (variances if exponent == -1 else variances.sqrt())
-
-    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
-        wide = jacobian.wide
-        return jacobian.sum_over_blocks(lambda i, block: weighted(block, self._variances[i], form, wide=wide))
-
-    def diagonal_of_inverse(self) -> Tensor:
-        return 1 / self._positive()
-
-    def to_dense(self) -> Tensor:
-        return torch.diag(self.diagonal)
-
-    @property
-    def public(self) -> Tensor:
-        return self.diagonal
-
-    @property
-    def covariance(self) -> Tensor:
-        return torch.diag(self.diagonal_of_inverse())
-
-    @property
-    def scale(self) -> Tensor:
-        return self.diagonal_of_inverse().sqrt()
-
-
-@dataclass(frozen=True, eq=False)
 class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature."""
 
@@ -186,3 +113,76 @@ class DiagCurvature(AdditiveCurvature):
 
     def public(self) -> Tensor:
         return self.values.sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagPrecision(Precision):
+    """A diagonal posterior precision."""
+
+    values: Tensor  # Diagonal of the unit curvature, `[P]`, of terms whose weights have a mean of 1
+    weights: Tensor  # Scale of every curvature term, `[E]`; s is their mean
+    prior: GaussianPrior  # δ
+    signed: bool = False  # Whether negative entries of the curvature are meant
+    pairs: EigenvaluePairs | None = None  # The same values for log determinants, where no hyper-parameter changes them
+
+    @property
+    def _weight(self) -> Tensor:
+        return mean_weight(self.weights)
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """P, `[P]`."""
+        return self._weight * self.values + self.prior.diagonal()
+
+    @cached_property
+    def _variances(self) -> tuple[Tensor, ...]:
+        return self.prior.layout.split(self.diagonal_of_inverse())
+
+    def _positive(self) -> Tensor:
+        """P, `[P]`, if it is positive."""
+        return require_positive(self.diagonal, ENTRY) if self.signed else self.diagonal
+
+    def logdet(self) -> Tensor:
+        return self._positive().log().sum()
+
+    def logdet_ratio(self) -> Tensor:
+        if self.signed:
+            self._positive()
+        delta = self.prior.precision
+        if not self.prior.is_constant_per_tensor:
+            return (self._weight * self.values / delta).log1p().sum()
+        if self.pairs is not None:
+            return self.pairs.log_det_ratio(self._weight, delta)
+        sizes = (len(self.values),) if self.prior.is_scalar else self.prior.layout.sizes
+        return log_det_ratio(self.values, self._weight / delta, sizes)
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return vectors.square() @ self.diagonal
+
+    def power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return vectors * self.diagonal
+        variances = self.diagonal_of_inverse()
+        return vectors * (variances if exponent == -1 else variances.sqrt())
+
+    def variance(self, jacobian: Jacobian, form: Form) -> Tensor:
+        wide = jacobian.wide
+        return jacobian.sum_over_blocks(lambda i, block: weighted(block, self._variances[i], form, wide=wide))
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return 1 / self._positive()
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    @property
+    def public(self) -> Tensor:
+        return self.diagonal
+
+    @property
+    def covariance(self) -> Tensor:
+        return torch.diag(self.diagonal_of_inverse())
+
+    @property
+    def scale(self) -> Tensor:
+        return self.diagonal_of_inverse().sqrt()

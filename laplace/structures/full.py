@@ -1,7 +1,8 @@
 """Full curvature: every pair of parameters, as their matrix or, of few data, as the rows that it is the product of.
 
-Not a block of one group: the evidence at a scalar prior needs eigenvalues alone, samples a Cholesky factor, and
-predictions its inverse. Together they take half the time of the eigenvectors that blocks keep, and a fifth less memory.
+Why this is no block structure with one block: blocks keep eigenvectors. Here the evidence at a scalar prior needs
+eigenvalues alone, samples a Cholesky factor, and predictions its inverse, which together take half the time of the
+eigenvectors, and a fifth less memory.
 
 H = Aᵀ A of R rows A: weighted Jacobians, one row for every datum and column of a root of its output Hessian. Where R is
 smaller than P the same posterior is factored between the rows, exactly (`large_structures/rows.py`), and H is formed
@@ -47,58 +48,11 @@ if TYPE_CHECKING:
     from laplace.engines.engine import BatchSummary, CurvatureEngine
     from laplace.engines.profile import BatchProfile
 
-# Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
-
-
-_COLUMNS = 32
-"""Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""
-
-
-@dataclass(frozen=True)
-class HeadRoots:
-    """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|²."""
-
-    # Of all outputs some columns side by side, without the rows that are zero: `[D − s, w·C]` for the w from the
-    # s-th on, the last ones the fewest
-    columns: tuple[Tensor, ...]
-    n_outputs: int  # C
-
-    @classmethod
-    def from_root(cls, root: Tensor, order: Tensor, dtype: torch.dtype, *, centred: bool = False) -> HeadRoots:
-        """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature).
-
-        Or, `centred`, those of the outputs less their mean.
-        """
-        shared = torch.stack([root[entries].mean(0) for entries in order.T]) if centred else 0.0  # [D, P]
-        # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
-        mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
-        lower = torch.stack([torch.linalg.qr((root[entries] - shared).T, mode)[1].T for entries in order]).to(dtype)
-        width = order.shape[1] if operations_are_dear(root.device) else _COLUMNS
-        starts = range(0, order.shape[1], width)
-        columns = (lower[:, start:, start : start + width].permute(1, 2, 0).flatten(1) for start in starts)
-        return cls(tuple(part.contiguous() for part in columns), len(order))
-
-    def variances(self, features: Tensor) -> Tensor:
-        """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]` [Mixtures, appendix A, last-layer outputs]."""
-        features = features.to(self.columns[0])
-        step = max(1, bytes_at_once(CHUNK_BYTES, features.device) // (8 * self.n_outputs * features.shape[1]))
-        return torch.cat([self._of_some(rows) for rows in features.split(step)])
-
-    def _of_some(self, features: Tensor) -> Tensor:
-        first, *others = self.columns
-        squares = (features @ first).square()
-        for columns in others:
-            products = features[:, features.shape[1] - len(columns) :] @ columns
-            squares[:, : columns.shape[1]].addcmul_(products, products)
-        return squares.unflatten(1, (-1, self.n_outputs)).sum(1)
-
-
-# Of few data the rows A of H = Aᵀ A are kept as factors in its place.
+# The curvature: a matrix, or of few data the rows A of H = Aᵀ A in its place.
 
 
 _WORTHWHILE = 2**31
-"""Multiplications with the matrix, of about 1,000 weights, from which the rows are kept: with fewer it takes no time.
-"""
+"""Multiplications with the matrix from which on rows may be kept (about 1,000 weights): fewer take no time."""
 
 
 def is_less_work(n_params: int, n_rows: int) -> bool:
@@ -241,6 +195,9 @@ class FullCurvature(AdditiveCurvature):
         return self.values.sum(0)
 
 
+# The posterior precision, by its Cholesky factor.
+
+
 @dataclass(frozen=True, eq=False)
 class FullPrecision(Precision):
     """P = Σ_e w_e H_e + diag(δ), factorised in float64 [Redux, eq. 7] [Linearization, eq. 12]."""
@@ -361,12 +318,12 @@ class FullPrecision(Precision):
         )
         if form == "joint":
             dense = pairs is None
-            rows = self._coloured(jacobian.dense()) if dense else jacobian_product(pairs, jacobian.blocks, self.root)
+            rows = self._times_root(jacobian.dense()) if dense else jacobian_product(pairs, jacobian.blocks, self.root)
             return row_gram(rows.flatten(0, 1))
         if pairs is not None:
             return self._paired((pairs, self._has_graph)).products(jacobian.blocks, diagonal=form == "diagonal")
-        coloured = (self._coloured(piece) for piece in jacobian.pieces())
-        return torch.cat([rows.square().sum(2) if form == "diagonal" else row_gram(rows) for rows in coloured])
+        products = (self._times_root(piece) for piece in jacobian.pieces())
+        return torch.cat([rows.square().sum(2) if form == "diagonal" else row_gram(rows) for rows in products])
 
     def _head_diagonal(self, jacobian: Jacobian, *, centred: bool = False) -> Tensor:
         """Variances of a head's outputs, `[B, C]`, or of these less their mean."""
@@ -395,7 +352,7 @@ class FullPrecision(Precision):
         """True if what is computed from the root now belongs to a graph, and not only if that was so before."""
         return self._factor.requires_grad and torch.is_grad_enabled()
 
-    def _coloured(self, piece: Tensor) -> Tensor:
+    def _times_root(self, piece: Tensor) -> Tensor:
         """J L of a piece `[b, C, P]`, its columns in reversed order."""
         rows = piece.flatten(0, 1).to(self._factor).flip(1)
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False).view(piece.shape)
@@ -403,3 +360,49 @@ class FullPrecision(Precision):
     @keeps_last
     def _paired(self, key: tuple[BlockPairs, bool]) -> PairedMatrix:
         return PairedMatrix(key[0], linalg.times_transpose(self.root))
+
+
+# Variances of a head's outputs: of P⁻¹ no more than the blocks of single outputs is needed, φᵀ (P⁻¹)_cc φ.
+
+
+_COLUMNS = 32
+"""Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""
+
+
+@dataclass(frozen=True)
+class HeadRoots:
+    """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|²."""
+
+    # Of all outputs some columns side by side, without the rows that are zero: `[D − s, w·C]` for the w from the
+    # s-th on, the last ones the fewest
+    columns: tuple[Tensor, ...]
+    n_outputs: int  # C
+
+    @classmethod
+    def from_root(cls, root: Tensor, order: Tensor, dtype: torch.dtype, *, centred: bool = False) -> HeadRoots:
+        """From a root of P⁻¹ `[P, P]`, in which they are differentiable, and places `[C, D]` of (output, feature).
+
+        Or, `centred`, those of the outputs less their mean.
+        """
+        shared = torch.stack([root[entries].mean(0) for entries in order.T]) if centred else 0.0  # [D, P]
+        # By an orthogonal factorisation of the rows, which unlike a Cholesky one of their Gram always exists.
+        mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
+        lower = torch.stack([torch.linalg.qr((root[entries] - shared).T, mode)[1].T for entries in order]).to(dtype)
+        width = order.shape[1] if operations_are_dear(root.device) else _COLUMNS
+        starts = range(0, order.shape[1], width)
+        columns = (lower[:, start:, start : start + width].permute(1, 2, 0).flatten(1) for start in starts)
+        return cls(tuple(part.contiguous() for part in columns), len(order))
+
+    def variances(self, features: Tensor) -> Tensor:
+        """φᵀ (P⁻¹)_cc φ of features `[B, D]`, `[B, C]` [Mixtures, appendix A, last-layer outputs]."""
+        features = features.to(self.columns[0])
+        step = max(1, bytes_at_once(CHUNK_BYTES, features.device) // (8 * self.n_outputs * features.shape[1]))
+        return torch.cat([self._of_some(rows) for rows in features.split(step)])
+
+    def _of_some(self, features: Tensor) -> Tensor:
+        first, *others = self.columns
+        squares = (features @ first).square()
+        for columns in others:
+            products = features[:, features.shape[1] - len(columns) :] @ columns
+            squares[:, : columns.shape[1]].addcmul_(products, products)
+        return squares.unflatten(1, (-1, self.n_outputs)).sum(1)

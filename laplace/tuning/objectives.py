@@ -28,7 +28,7 @@ from laplace.posterior.noise import noise_like
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import mixed
-from laplace.structures.base import Precision
+from laplace.structures.precision import Precision
 from laplace.tuning.candidates import Losses, Predictive
 from laplace.tuning.group import PosteriorGroup, require_same_data
 from laplace.tuning.losses import Loss, LossRule, Targets, Validation, entropy_of, make_loss
