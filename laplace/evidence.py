@@ -36,7 +36,7 @@ class Evidence:
         sigma_noise: 0-dim or `[C]`.
         temperature: 0-dim.
         options: Options of the structure's precision.
-        kept: What other settings of the prior precision have in common with this one.
+        kept: Terms that other settings of the prior precision share with this one: a search computes them once.
     """
 
     fit: Fit
@@ -51,9 +51,10 @@ class Evidence:
 
     @property
     def asked_alone(self) -> Evidence:
-        """The same without what former questions kept, where terms are computed in few operations but not read.
+        """The same for a call that is no step of a search: on a GPU, without what former calls kept.
 
-        A write through `.data` to what they are computed of is then seen.
+        There terms are known again by the identity of the tensors that they were computed of, not by their numbers, so
+        that a write through `.data` to one of these would not be seen.
         """
         return replace(self, kept=Kept()) if operations_are_dear(self.prior.precision.device) else self
 
@@ -81,7 +82,7 @@ class Evidence:
         return self._kept_where_dear("weights", given, self._weights)
 
     def _kept_where_dear(self, name: str, given: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """Few numbers, which are computed anew where that is cheap: a write through `.data` is then seen."""
+        """A term of few numbers: kept where operations are dear, else computed anew, which sees writes by `.data`."""
         dear = operations_are_dear(self.prior.precision.device)
         return self.kept.computed(name, given, make) if dear else make()
 
@@ -106,7 +107,7 @@ class Evidence:
 
     @property
     def _squares(self) -> Tensor:
-        """(θ̂ − μ₀)², summed over entries that share a precision; nothing is kept of P numbers."""
+        """(θ̂ − μ₀)², summed over entries that share a precision; kept, but where every weight has its own."""
         prior = self.prior
         if not prior.is_constant_per_tensor:
             return prior.squares(self.mean)

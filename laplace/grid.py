@@ -57,7 +57,7 @@ _MAKING = RLock()
 class _Constructors:
     """Constructors by the name of the weights, and by that of the structure or family and of the weights.
 
-    Tools read the names of the arguments off the code object, among which there must be no other local.
+    Tools take the names in `__init__.__code__.co_varnames` for the arguments: there must be no other local variable.
     """
 
     _construct: Callable[[Mapping[str, Any]], None]
@@ -319,6 +319,7 @@ def _registered() -> list[Cell]:
 
 
 def _part(cell: Cell) -> str:
+    """Name of the structure of a cell, or of the family of posteriors over functions."""
     return cell.family if cell.structure == _GP else cell.structure
 
 

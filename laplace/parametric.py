@@ -160,7 +160,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         weights_options: Options = None,
         precision_options: Options = None,
     ) -> None:
-        # Tools read the names of the arguments off the code object, among which there must be no other local.
+        # Tools take the names in `__init__.__code__.co_varnames` for the arguments: there must be no other local.
         overrides.require_structure(self, BaseLaplace)
         model = require_module(network_of(model))
         self.likelihood, self.enable_backprop = likelihood, bool(enable_backprop)
@@ -481,8 +481,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
 
 overrides.remember(BaseLaplace)
-# Other packages dispatch on this path of it, unimported. It has a module of names alone: annotations are resolved here,
-# and `inspect` finds the source of the class by the file.
+# Other packages know this class by the name `laplace.baselaplace.BaseLaplace`, without an import: so it has that name.
+# That module holds names alone: annotations are resolved here, and its `__file__` leads `inspect` to this source.
 BaseLaplace.__annotations__ = get_type_hints(BaseLaplace)
 BaseLaplace.__module__ = "laplace.baselaplace"
 sys.modules[BaseLaplace.__module__].__file__ = __file__
@@ -533,7 +533,7 @@ class ParametricLaplace(PosteriorPredicting, Saved, Tunable, BaseLaplace):
         return self._posterior.map_fit
 
     def _take_part(self, **part: Any) -> None:
-        """Takes over a part of a fit by hand."""
+        """Takes over an assigned part of a fit, in a loop by hand: `H`, `loss`, `n_data` and others."""
         from laplace.contract.manual_fit import with_parts
 
         self._posterior = with_parts(self._posterior, **part)

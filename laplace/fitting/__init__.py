@@ -7,7 +7,7 @@ from typing import Any
 from laplace.core.registry import Registry
 
 FITS: Registry[Any] = Registry("a fit")
-"""What a fit can be asked for besides one reading of all data here, by the option of `fit` that asks for it."""
+"""Other ways to read the data than all of them here, and the check of memory: each by the option of `fit` for it."""
 FITS.refer("group", "laplace.large_fits.processes:GroupReading")
 FITS.refer("subset", "laplace.large_fits.subset:SubsetReading")
 FITS.refer("memory", "laplace.large_fits.planning:MemoryCheck")

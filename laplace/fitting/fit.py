@@ -2,7 +2,7 @@
 
     fit → compute_fit → _begin                  all that can be refused before data are read, and the first batch
                       → infer_from_first_batch  the last layer, and the dimension of the classes
-                      → sum_data                readings of the data: one `Fit`
+                      → sum_data                one pass over the data, or several: one `Fit`
         → Posterior.with_data
 
 Fits over several processes and of a random subset take the same way, by a `Reading` of their own.
@@ -139,7 +139,7 @@ def check_override(override: Any) -> None:
     )
 
 
-# How data are read.
+# How data are read: all of them here, or by one of the ways in `FITS`.
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,7 @@ def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
         return outputs(x)
 
 
-# Readings of the data.
+# Passes over the data.
 
 
 def sum_data(
@@ -479,9 +479,7 @@ def sum_data(
     make_pass = options.first_pass or (lambda engine: structure.first_pass(engine, choices.structure_options))
     listening = Listening(judge=None if loss is None else loss.see, profile=check)
     with engine.asked(listening):
-        fit = _Passes(
-            loader, engine, listening, make_pass(engine), choices, options, determinism, content, check
-        ).fit()
+        fit = _Passes(loader, engine, listening, make_pass(engine), choices, options, determinism, content, check).fit()
     if loss is not None:
         loss.require_curved()
     return fit
@@ -493,7 +491,7 @@ _READ_TOGETHER = 8
 
 @dataclass(eq=False)
 class _Passes:
-    """As many readings of the data as the structure needs, of which `data_pass` is the present one."""
+    """As many passes over the data as the structure needs, of which `data_pass` is the present one."""
 
     loader: Iterable[Any]
     engine: CurvatureEngine
@@ -504,9 +502,9 @@ class _Passes:
     determinism: DeterminismCheck | None
     content: ContentReader | None
     memory: Any  # Refuses what memory does not hold; None where that is not asked for
-    number: int = 1  # of the reading
-    first_sums: BatchSummary | None = None  # of the first reading, after it
-    draws: Tensor | None = None  # state of the engine's generator before a reading
+    number: int = 1  # of the pass
+    first_sums: BatchSummary | None = None  # of the first pass, after it
+    draws: Tensor | None = None  # state of the engine's generator before every pass
     all_count: Sequence[bool] = ()  # whether no label is ignored, of the present batch and some beside it
 
     def fit(self) -> Fit:
@@ -524,10 +522,8 @@ class _Passes:
                 if forms := result.forms():
                     names = engine.problem.layout.names
                     coverage = {n: f"{coverage.get(n, '?')} → {form}" for n, form in zip(names, forms, strict=True)}
-                counted, used = (
-                    self.data_pass.summary_of_fit(self.first_sums),
-                    engine.generator and engine.generator.get_state(),
-                )
+                counted = self.data_pass.summary_of_fit(self.first_sums)
+                used = engine.generator and engine.generator.get_state()
                 return Fit(
                     result, counted.loss_terms, counted.count, counted.n_outputs, coverage, used, gaps=counted.gaps
                 )
@@ -561,10 +557,8 @@ class _Passes:
         bar = DataBar(label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch, or after several: some are those of batches before
         dear = operations_are_dear(engine.problem.device)
-        self.listening.outputs, self.listening.keeps = (
-            None if determinism is None else determinism.record,
-            determinism is not None,
-        )
+        self.listening.outputs = None if determinism is None else determinism.record
+        self.listening.keeps = determinism is not None
         for number, batch in enumerate(self.loader):
             later = dear and number % _READ_TOGETHER != _READ_TOGETHER - 1
             with _within_memory(number), conditions.collected(later=later), named(f"batch {number}"):

@@ -63,7 +63,7 @@ class Calibration:
             network at θ̂, which is what stays of a refined posterior without its covariance.
         tilt: The width that follows the input, on which the candidates of the table are, which are compared with the
             network of this width; None without it.
-        others: Of a mixture the widths of its other components, each by its own network's inputs, with one c.
+        others: Of a mixture the widths of its other components, each by its own network's inputs, by one factor.
         untilted: Why there is none.
     """
 

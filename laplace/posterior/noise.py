@@ -1,4 +1,4 @@
-"""Says when the noise of a regression was left at 1 where residuals have another size, or is one for unlike ones."""
+"""Warnings of the noise of a regression: left at 1 though residuals have another size, or one for unlike outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laplace.errors import ApproximationWarning, warn
 from laplace.posterior.posterior import Posterior
 
 _LARGEST_RATIO = 5.0
-"""Of the noise and the residuals, or of the residuals and the noise."""
+"""Ratio of the larger to the smaller of noise and residuals, from which on a noise of 1 is taken to be a mistake."""
 
 _FEWEST = 10
 """Observed values whose root mean square tells a size: of ten normal ones it is below 0.2 twice in a million."""

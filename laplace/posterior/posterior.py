@@ -72,7 +72,14 @@ class Choices:
     loss: Loss | None = None  # A loss that was assigned to the backend, around that of the likelihood; else None
 
     def reconciled(self, model: nn.Module) -> Choices:
-        """The same, with what the structure's options say of the sign of an exact Hessian."""
+        """The same, once weights, structure and backend are found to go together.
+
+        Of an exact Hessian the precision is told what is done about negative eigenvalues.
+
+        Raises:
+            InvalidArgument: The structure takes the exact GGN alone, and the backend computes another curvature.
+            UnsupportedError: The network is spread over processes, and the curvature takes more than its hooks see.
+        """
         backend, structure = self.backend_cls, self.structure
         if not structure.by_layer or backend not in (curvature.NativeGGN, curvature.NativeEF):
             require_unsharded(model, f"{backend.__name__} with {structure.name!r} takes more than hooks see")
@@ -141,8 +148,8 @@ def checked_backend(backend: Any) -> type[CurvatureInterface]:
     )
 
 
-WeightSampler = Callable[[int, torch.Generator | None], Tensor]
-"""Draws S samples of the weights, `[S, P]`."""
+# Hyper-parameters as users give them.
+
 
 HyperparameterValue = float | Tensor
 """A hyper-parameter as users give it."""
@@ -226,8 +233,8 @@ class Fitted:
     watch: ModelWatch  # Notices that the network was changed since
     refinement: Refinement | None = None  # What inference in the linearised network found; None without it
     assigned_mean: Tensor | None = None  # Mean of the Gaussian, `[P]`, where a user assigned another one than θ*
-    # Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone; an H of None has
-    # no factors
+    # In loops by hand that restart H alone (`la.restart_H`): the former sums, whose Kronecker factors `la.H_facs`
+    # still shows; of an H of None there are none
     separate_factors: Fit | ManualFit | None = None
     # Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`
     content: Content | None = None
@@ -238,7 +245,7 @@ class Fitted:
         return self.source.complete
 
     def completed(self) -> Fitted:
-        """The same with a complete fit, which nothing changes that is written into an assigned H."""
+        """The same with a complete fit: what is written into an assigned H later does not change it."""
         return self if self.source is self.fit else replace(self, source=self.fit)
 
     @property
@@ -272,6 +279,10 @@ class Fitted:
 
 
 # The posterior.
+
+
+WeightSampler = Callable[[int, torch.Generator | None], Tensor]
+"""Draws S samples of the weights, `[S, P]`."""
 
 
 class Cache:
@@ -331,9 +342,9 @@ class Posterior:
     data: Fitted | None = None  # What the data say; None before a fit
     # P by a root of P⁻¹ as a user assigned it, for these hyper-parameters and data; else None
     root: FixedRootPrecision | None = None
-    # What held-out data chose for predictions; the hyper-parameters are those without it
+    # What held-out data chose for predictions, which `predictive` applies; `hypers` are those without it
     calibration: Calibration | None = None
-    # Of the posterior that a calibration makes for predictions: the calibration, which it applies; else None
+    # The calibration that made this posterior, which predicts, of the one that holds it (`predictive`); else None
     applied: Calibration | None = None
     cache: Cache = field(default_factory=Cache, repr=False)  # The engine and the last precision, made on first use
 
@@ -378,7 +389,10 @@ class Posterior:
         return known[1]
 
     def refuse_moved(self, what: str, instead: str) -> None:
-        """Raises `InvalidArgument` where the mean of removed data would come back in silence."""
+        """Raises `InvalidArgument` where `forget_with_mean` moved the mean, and `what` would put it back in silence.
+
+        `instead` says what to call.
+        """
         if self.refinement is not None and self.refinement.method == "forget":
             raise InvalidArgument(
                 f"{what}: the mean of this posterior was moved as data were removed, and would go back to the "
@@ -537,7 +551,7 @@ class Posterior:
 
     @property
     def noise_of_targets(self) -> Tensor:
-        """σ of predictions: of a calibrated width that follows the input what is not in the outputs' variance."""
+        """σ of predictions; where a calibrated width follows the input, only what it leaves to the noise."""
         tilt = None if self.applied is None else self.applied.tilt
         return self.sigma_noise if tilt is None else tilt.noise(self.likelihood, self.sigma_noise)
 

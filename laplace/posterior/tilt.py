@@ -5,7 +5,8 @@ training data, up to a constant. r(x) is its mean over layers, in units of its m
 input, and large where inputs are long, or in directions that the training data do not have, as the variance of a
 Gaussian process.
 
-The typical input keeps the network's confidence, and the posterior's own covariance Σ is added to the outputs
+A `Tilt` is this distance with one factor c ≥ 0, which held-out data choose (not the scale of a covariance, which
+`Calibration` calls c). At the typical input the network keeps its confidence. With the posterior's covariance Σ:
 
     f ~ N(f̂ / T, Σ),   T² = (1 + v) / (1 + c),   v = c r + max(0, r/r_far − 1)        (classes, labels)
     f ~ N(f̂, Σ + σ² v / (1 + c)),   noise σ² / (1 + c)                                (regression)

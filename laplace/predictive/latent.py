@@ -79,7 +79,7 @@ class SampleSource(ABC):
 
 
 def moments_of(drawn: OutputRows, form: LatentForm, group_size: int | None = None) -> GaussianOutputs:
-    """The Gaussian with the moments of samples `[S, B, C]`, whose covariances are unbiased, in a form as below."""
+    """The Gaussian with the moments of samples `[S, B, C]`, by unbiased covariances; `form` is as of `linearised`."""
     samples = drawn.values
     mean, covariance = sample_moments(samples)
     if form == "centred":
@@ -185,7 +185,7 @@ def linearised(
 def gaussian_of(
     pieces: Pieces, precision: Precision, form: LatentForm, *, wide: bool = False, group_size: int | None = None
 ) -> GaussianOutputs:
-    """The same of Jacobians with the means of the outputs."""
+    """The Gaussian of `linearised`, from Jacobians with the means of the outputs."""
     if form == "joint" and group_size is None:
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
@@ -197,7 +197,7 @@ def gaussian_of(
     kind: Form = "diagonal" if form == "diagonal" else "full"
     contract = precision.centred_variance if form == "centred" else partial(precision.variance, form=kind)
     variances: list[Tensor] = []
-    of_some: list[Tensor] = []  # outputs of the same data
+    of_some: list[Tensor] = []  # variances of some outputs, of the same data
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
         for jacobian, f in pieces:
@@ -219,7 +219,7 @@ def gaussian_of(
 
 
 def _along_axes(pieces: Pieces, precision: Precision, axes: Tensor) -> GaussianAlongAxes | None:
-    """The same along axes that all covariances have; None if the outputs are more than those of a linear layer."""
+    """The Gaussian by variances along axes that all covariances share; None for other outputs than a linear layer's."""
     variances: list[Tensor] = []
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):

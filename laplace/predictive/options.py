@@ -109,11 +109,9 @@ class PredictOptions:
                 raise InvalidArgument(
                     f"group_size={self.group_size} says which inputs are joint; give joint=True with it."
                 )
-        return (
-            self
-            if self.outputs is None
-            else replace(self, choice=OutputChoice.from_argument(self.outputs, channel_dim))
-        )
+        if self.outputs is None:
+            return self
+        return replace(self, choice=OutputChoice.from_argument(self.outputs, channel_dim))
 
 
 _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs", "group_size")

@@ -1,4 +1,4 @@
-"""How predictions are asked for: of a posterior or a mixture, linearised or by samples, also of users' classes."""
+"""How a posterior is asked for predictions: linearised or by sampled weights, with what a user's class overrides."""
 
 from __future__ import annotations
 
@@ -31,39 +31,8 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import LinearisedOutputs, SampleSource
 from laplace.predictive.options import PredictOptions, check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.prediction import GeneratorSource, PosteriorOutputs, Prediction, laid_out
-from laplace.predictive.tilted import TiltedOutputs
-
-
-def predicted_batches(
-    predict: Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction],
-    loader: Iterable[Any],
-    options: PredictOptions,
-    model_kwargs: dict[str, Any],
-    *,
-    progress_bar: bool,
-) -> Iterator[Prediction]:
-    """Predictions at the inputs of every batch of a loader, when they are asked for; nothing is kept of former ones."""
-    if options.joint:
-        raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
-    if isinstance(options.outputs, Tensor) and options.outputs.ndim > 1:
-        raise InvalidArgument(
-            "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
-        )
-
-    def batch_by_batch() -> Iterator[Prediction]:
-        bar = DataBar("predict", loader, shown=progress_bar)
-        for number, batch in enumerate(loader):
-            with named(f"batch {number}"):
-                x = batches.inputs(batch)
-                prediction = predict(x, options, model_kwargs)
-            yield prediction
-            bar.add(batches.size(x, ""))
-        bar.close()
-
-    return batch_by_batch()
-
-
-# Predictions of one posterior.
+from laplace.predictive.sampled import SampledOutputs, refuse_refined
+from laplace.predictive.tilted import TiltedOutputs, TiltedSamples
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,9 +151,6 @@ class Predictor:
 
     def _sampled(self, x: Inputs, options: PredictOptions, model_kwargs: dict[str, Any]) -> SampleSource:
         """Outputs of the network at sampled weights."""
-        from laplace.predictive.sampled import SampledOutputs, refuse_refined
-        from laplace.predictive.tilted import TiltedSamples
-
         posterior, graph = self.posterior, self.graph
         check_model_kwargs(posterior.problem.module, model_kwargs)
         self._look_at(x)
@@ -225,3 +191,35 @@ def _finite(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         ),
     )
     return mean, variance
+
+
+# Predictions at a loader's batches, of whatever predicts one batch.
+
+
+def predicted_batches(
+    predict: Callable[[Inputs, PredictOptions, dict[str, Any]], Prediction],
+    loader: Iterable[Any],
+    options: PredictOptions,
+    model_kwargs: dict[str, Any],
+    *,
+    progress_bar: bool,
+) -> Iterator[Prediction]:
+    """Predictions at the inputs of every batch of a loader, when they are asked for; nothing is kept of former ones."""
+    if options.joint:
+        raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
+    if isinstance(options.outputs, Tensor) and options.outputs.ndim > 1:
+        raise InvalidArgument(
+            "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
+        )
+
+    def batch_by_batch() -> Iterator[Prediction]:
+        bar = DataBar("predict", loader, shown=progress_bar)
+        for number, batch in enumerate(loader):
+            with named(f"batch {number}"):
+                x = batches.inputs(batch)
+                prediction = predict(x, options, model_kwargs)
+            yield prediction
+            bar.add(batches.size(x, ""))
+        bar.close()
+
+    return batch_by_batch()

@@ -55,7 +55,11 @@ class SampledOutputs(SampleSource):
 
 
 def finite(samples: Tensor) -> Tensor:
-    """Outputs `[S, B, …]` at sampled weights."""
+    """Outputs `[S, B, …]` at sampled weights, if they are finite.
+
+    Raises:
+        InvalidData: They are not.
+    """
     require(
         samples.isfinite(),
         lambda: InvalidData(

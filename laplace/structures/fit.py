@@ -27,7 +27,7 @@ class Fit:
         n_outputs: C.
         coverage: Which layer rule or fallback explained every random parameter.
         draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
-        gaps: Numbers of observed targets per output, `[C]`, where entries of targets are missing; None if none are.
+        gaps: How many targets of every output were observed, `[C]`, where some entries are missing; None if none are.
         is_weighed: Whether some of the data had weights of their own, which no other reading of the data knows.
     """
 
@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def complete(self) -> Fit:
-        """The fit itself, of which nothing is still to be made."""
+        """The fit itself; a `ManualFit` makes one here of the parts that a user assigned."""
         return self
 
     def __add__(self, other: Fit) -> Fit:

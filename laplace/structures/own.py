@@ -1,4 +1,4 @@
-"""The structure of users' classes that choose none."""
+"""No structure: what a user's class has that computes its curvature and moments by itself."""
 
 from __future__ import annotations
 

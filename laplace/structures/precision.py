@@ -67,7 +67,7 @@ class Precision(ABC):
         return None
 
     def variance_along_axes(self, jacobian: Jacobian) -> Tensor:
-        """v of these, `[B, C]`, of a precision that has axes, for the Jacobian of a head."""
+        """Variances v along `axes`, `[B, C]`, of a precision that has some, for the Jacobian of a head."""
         raise UnsupportedError(f"a {type(self).__name__} does not know axes of its covariances; ask for `variance`.")
 
     # Evidence and density.
@@ -77,7 +77,7 @@ class Precision(ABC):
         return self.logdet_ratio() + self.prior.logdet()
 
     def slack(self) -> Tensor | float:
-        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − dim θ, 0 for P = s·H + P₀: half of it a lower bound of the evidence lacks."""
+        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − dim θ: 0 for P = s·H + P₀; of other P a bound of the evidence lacks half of it."""
         return 0.0
 
     def quad(self, vectors: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Precision(ABC):
 
     @property
     def covariance(self) -> Tensor:
-        """P⁻¹, `[P, P]` [Redux, eq. 5]; no variance is negative where it is a difference of nearly equal numbers."""
+        """P⁻¹, `[P, P]` [Redux, eq. 5]; rounding makes no variance negative."""
         inverse = self.power(self._identity, -1)
         if is_true((inverse.diagonal() < 0).any()):
             return inverse.diagonal_scatter(self.diagonal_of_inverse())
@@ -182,7 +182,7 @@ def weighted(block: Block, variances: Tensor, form: Form, *, wide: bool) -> Tens
     return block.weighted_gram(variances) if form == "full" else row_gram(block.by_output(), variances)
 
 
-# Many scalar priors at once: what does not depend on the prior is computed once, candidates only rescale.
+# Many scalar priors at once, for a search: what does not depend on the prior is computed once.
 
 
 class VariancesOverPriors(ABC):

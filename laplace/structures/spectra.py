@@ -75,7 +75,7 @@ def decomposed(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def input_eigen(
     parts: KronParts, block: KronBlock, output: FactorEigen, sides: Mapping[str, FactorEigen]
 ) -> FactorEigen:
-    """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1."""
+    """The decomposition of the input side over its positions: of counts it is a diagonal, of a bias the number 1."""
     if block.input is None:
         return FactorEigen(output.values.new_ones(len(output.values), 1), None)
     known = sides.get(block.input)
@@ -178,7 +178,7 @@ class BlockSpectrum:
         return block if self._product is None else block.in_basis(self._product)
 
     def averages(self, dtype: torch.dtype) -> BlockSpectrum:
-        """Weights by which a prior that varies is averaged: `rotate` maps it to the eigenbasis of a product."""
+        """A block whose `rotate` takes a prior that varies to the eigenbasis of a product, by averages of entries."""
         left = _averages(self.left, self.left_values, dtype)
         return replace(self, left=left, right=_averages(self.right, self.right_values, dtype))
 
@@ -190,7 +190,7 @@ class BlockSpectrum:
 
     @property
     def explicit(self) -> Tensor:
-        """Eigenvalues but those that are zero because a side was summed of fewer rows than its width."""
+        """The eigenvalues without those that are known to be zero: a side was summed of fewer rows than its width."""
         if self.shape is None:
             return self.values
         bases = zip((self.left, self.right), self.shape[1:], strict=True)
@@ -340,6 +340,9 @@ def _averages(basis: OrthogonalBasis | None, values: Tensor | None, dtype: torch
     near = torch.exp(-0.5 * ((values.unsqueeze(2) - values.unsqueeze(1)) / width).square())
     averages = basis.squares() @ near
     return DenseBasis(averages / averages.sum(-2, keepdim=True))
+
+
+# How each kind of block is decomposed: a diagonal, a matrix, a product of factors, and a selection of its entries.
 
 
 def diag_spectrum(values: Tensor) -> BlockSpectrum:
