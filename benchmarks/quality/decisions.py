@@ -345,9 +345,9 @@ def sentences(kept: dict[str, Any]) -> Iterator[str]:
     for task, found in kept["tasks"].items():
         sizes = ", ".join(f"{in_words(gap)} with {n}" for n, gap in found["sizes"].items())
         yield (
-            f"{task}: {sizes} labels. At most one standard error worse in {found['within']} of {found['cells']} pairs "
-            f"of a domain and a number of labels, the worst {signed(found['worst'])}; "
-            f"AURC {in_words(found['gaps']['aurc'])}."
+            f"{task}: NLL {sizes} labels. In {found['within']} of {found['cells']} pairs of a domain and a number of "
+            f"labels it is at most one standard error worse; the largest of these differences is "
+            f"{signed(found['worst'])}. AURC {in_words(found['gaps']['aurc'])}."
         )
     inside, outside = kept["threshold"], kept["threshold, shift"]
     yield (
