@@ -114,7 +114,7 @@ class Tunable(ABC):
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
     ) -> Calibration:
-        """Chooses, on held-out data, the posterior that predicts best, or the network itself: a call that is safe.
+        """Chooses, on held-out data, the posterior that predicts best, or the network where none is shown to be better.
 
         First a width that follows the input is chosen: how far the inputs of layers are from those of the training
         data, relative to a typical held-out input, with the widest of seven factors that is not shown to be worse than

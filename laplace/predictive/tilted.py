@@ -64,6 +64,7 @@ class TiltedOutputs(GaussianSource):
             posterior = _without_covariance(self.network(), form, source.group_size, wide=wide)
             r = self._read[1]
         elif source.posterior.problem.head is not None and "_read" not in self.__dict__:
+            # Jacobians of a last layer take a forward pass: the layers' inputs are noted in it, and no other is made.
             noted = Noted(source.posterior.engine, self.tilt.layers)
             posterior = source.gaussian(form, wide=wide, engine=noted.engine)
             n_rows = prod(posterior.mean.shape[:-1])
