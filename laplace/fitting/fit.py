@@ -139,52 +139,6 @@ def check_override(override: Any) -> None:
     )
 
 
-# How data are read: all of them here, or by one of the ways in `FITS`.
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A reading of data that has begun."""
-
-    posterior: Posterior  # The former posterior, with what the first batch tells
-    loader: Iterable[Any]  # Gives every batch, also the one that was read
-    first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
-
-
-class Reading:
-    """How the data of a fit are read: here, all of them. Other ways are in `FITS`."""
-
-    def shard(self, loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
-        """The data that count, of those that a loader gives."""
-        del dict_key_y
-        return loader
-
-    def begin(self, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
-        """Begins; `settings` are what all processes of a fit have in common."""
-        del settings
-        begun = begin()
-        if begun.first is None:
-            raise InvalidData(checks.NO_DATA)
-        return begun
-
-    def fit(
-        self, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, sums: Callable[[Iterable[Any]], Fit]
-    ) -> Fit:
-        """The fit of a loader's data, by the sums over these or some of them."""
-        del engine, choices
-        return sums(loader)
-
-    def sum_over(
-        self, read: Callable[[], BatchSummary | None], data_pass: DataPass, engine: CurvatureEngine
-    ) -> tuple[BatchSummary | None, dict[str, str] | None]:
-        """Sums besides curvature, None without data, once `data_pass` has those of the curvature.
-
-        Also the rule that explained every tensor; None where the engine knows it.
-        """
-        del data_pass, engine
-        return read(), None
-
-
 # The next posterior.
 
 
@@ -456,6 +410,52 @@ def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
         if ran_out(error):
             raise
         return outputs(x)
+
+
+# How data are read: all of them here, or by one of the ways in `FITS`.
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A reading of data that has begun."""
+
+    posterior: Posterior  # The former posterior, with what the first batch tells
+    loader: Iterable[Any]  # Gives every batch, also the one that was read
+    first: tuple[Inputs, Tensor] | None  # Inputs and targets of the first batch; None if there is none
+
+
+class Reading:
+    """How the data of a fit are read: here, all of them. Other ways are in `FITS`."""
+
+    def shard(self, loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
+        """The data that count, of those that a loader gives."""
+        del dict_key_y
+        return loader
+
+    def begin(self, begin: Callable[[], Begun], settings: Mapping[str, Any]) -> Begun:
+        """Begins; `settings` are what all processes of a fit have in common."""
+        del settings
+        begun = begin()
+        if begun.first is None:
+            raise InvalidData(checks.NO_DATA)
+        return begun
+
+    def fit(
+        self, loader: Iterable[Any], engine: CurvatureEngine, choices: Choices, sums: Callable[[Iterable[Any]], Fit]
+    ) -> Fit:
+        """The fit of a loader's data, by the sums over these or some of them."""
+        del engine, choices
+        return sums(loader)
+
+    def sum_over(
+        self, read: Callable[[], BatchSummary | None], data_pass: DataPass, engine: CurvatureEngine
+    ) -> tuple[BatchSummary | None, dict[str, str] | None]:
+        """Sums besides curvature, None without data, once `data_pass` has those of the curvature.
+
+        Also the rule that explained every tensor; None where the engine knows it.
+        """
+        del data_pass, engine
+        return read(), None
 
 
 # Passes over the data.
