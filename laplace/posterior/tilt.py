@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import nested
+from laplace.core import linalg, nested
 from laplace.core.gaussian import GaussianOutputs
+from laplace.core.pieces import operations_are_dear
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import Factor, ThinFactor, dense
 from laplace.errors import StateError, UnsupportedError
@@ -47,12 +48,16 @@ def applies_to(likelihood: Likelihood) -> bool:
     return likelihood.activation is not None or likelihood.has_noise
 
 
+_PANEL = 192
+"""Rows of a triangle that are multiplied at once: of a wide one little is multiplied that is zero."""
+
+
 @dataclass(frozen=True, eq=False)
 class Leverage:
     """Leverages of the inputs of one layer, ‖W a‖² with Wᵀ W = (A + ρ tr(A)/d)⁻¹ times a number."""
 
     layer: str  # Name of the module
-    root: Tensor  # W, `[G, d, d]`
+    root: Tensor  # W, lower triangular, `[G, d, d]`
 
     @classmethod
     def from_moments(cls, layer: str, moments: Factor) -> Leverage | None:
@@ -66,18 +71,16 @@ class Leverage:
         if not bool((mean_square > 0).all() & mean_square.isfinite().all()):
             return None
         diagonal += RIDGE * mean_square
-        triangle, failed = torch.linalg.cholesky_ex(matrix)
-        if bool(failed.any()):  # of an assigned A that is no sum of squares
+        triangles = linalg.cholesky(matrix)
+        if triangles is None:  # of an assigned A that is no sum of squares
             return None
-        eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
-        return cls(layer, torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False))
+        return cls(layer, torch.stack([linalg.inverse_of_lower(triangle) for triangle in triangles]))
 
     def mean_over_positions(self, inputs: Tensor) -> Tensor:
         """The mean over positions of inputs `[B, T, G, d]`, `[B]`."""
         root = self.root
         if root.shape[0] == 1:
-            moved = inputs.to(root).squeeze(2) @ root[0].T
-            return moved.square().sum(-1).mean(1)
+            return _squared_norms(root[0], inputs.to(root).squeeze(2)).mean(1)
         return torch.einsum("btgd,ged->btge", inputs.to(root), root).square().sum((2, 3)).mean(1)
 
     def scaled(self, factor: float) -> Leverage:
@@ -87,6 +90,17 @@ class Leverage:
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Leverage:
         """The same elsewhere."""
         return replace(self, root=self.root.to(device=device, dtype=dtype))
+
+
+def _squared_norms(lower: Tensor, x: Tensor) -> Tensor:
+    """‖W x‖² of a lower triangular W `[d, d]`, of x `[..., d]`, at little more than half the cost of the product."""
+    width = len(lower)
+    step = width if operations_are_dear(lower.device) else _PANEL
+    parts = [
+        (x[..., : start + step] @ lower[start : start + step, : start + step].T).square().sum(-1)
+        for start in range(0, width, step)
+    ]
+    return torch.stack(parts).sum(0)
 
 
 @dataclass(frozen=True, eq=False)

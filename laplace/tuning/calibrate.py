@@ -243,13 +243,16 @@ def calibrate(
         if now.likelihood.has_noise and grid.noise:
             noises, network_noise = _noises(folds, grid, hypers)
             grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
-        found, why_none, kept = _tilts(now, folds, grid, network_noise, train_loader)
+        scored = grid.predictions(folds[0], network_noise)
+        found, why_none, kept = _tilts(now, folds, scored, grid, network_noise, train_loader)
         # Beside the width that was found the network's own, which is that of all inputs but far ones.
         narrow = tuple(replace(each, width=0.0, standard_error=0.0) for each in found)
         tilts = (found, narrow) if found and found[0].width else (found,)
         scores = _ScoreDifferences(grid, noises, network_noise, tilts)
-        for fold in folds:
-            scores.read(fold, kept)
+        for number, fold in enumerate(folds):
+            # The first ones' factorisation serves their width and their scores; two are never held at once.
+            scored = grid.predictions(fold, network_noise) if number else scored
+            scores.read(fold, scored, kept)
     scores.check_labels()
     squares = network_noise.square() if now.likelihood.has_noise and grid.noise else None
     warn_if_worse_than_chance(now.first, scores.n_data, scores.network_nll if scores.n_data else math.nan, squares)
@@ -328,6 +331,7 @@ def _chosen(nll: float, differences: Tensor, errors: Tensor, n_errors: float) ->
 def _tilts(
     now: PosteriorGroup,
     folds: Sequence[Fold | LeaveOneOutFold],
+    scored: MixedCandidates,
     grid: CalibrationGrid,
     sigma: Tensor,
     train_loader: Iterable[Any] | None,
@@ -336,7 +340,6 @@ def _tilts(
     fold = folds[0]
     if len(folds) > 1 or fold.group.first is not now.first:
         return (), "it takes validation data, val_loader=", []
-    scored = grid.predictions(fold, sigma)
     if isinstance(fold, LeaveOneOutFold):
         return _left_out_tilt(scored, fold, sigma)
     if isinstance(train_loader, Iterator) and len(scored.parts) > 1:  # every network reads it
@@ -534,9 +537,13 @@ class _ScoreDifferences:
         # Of gaps, of their squares, and of their products with the numbers of rows.
         self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
-    def read(self, fold: Fold | LeaveOneOutFold, kept: Sequence[tuple[_HeldOutBatch, ...]] = ()) -> None:
+    def read(
+        self,
+        fold: Fold | LeaveOneOutFold,
+        scored: MixedCandidates,
+        kept: Sequence[tuple[_HeldOutBatch, ...]] = (),
+    ) -> None:
         """Takes in the data of a fold, of which batches may have been read before."""
-        scored = self.grid.predictions(fold, self.network_noise)
         if isinstance(fold, LeaveOneOutFold):
             found, like = fold.found, self.noises
             mean, covariance = found.mean.to(like), found.covariance.to(like).unsqueeze(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.cached import cached_property
 from laplace.core.checks import named
 from laplace.core.gaussian import against_others, centred
 from laplace.core.hyperparameters import Hyperparameters
@@ -34,7 +35,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent, sampled
 from laplace.predictive.options import PredictOptions
 from laplace.predictive.prediction import mixed
-from laplace.structures.precision import Form, Precision, drawn
+from laplace.structures.precision import Form, Precision, VariancesOverPriors, drawn
 from laplace.tuning.losses import LossRule, Prediction, Running, Targets, Validation
 
 
@@ -171,22 +172,33 @@ class Candidates:
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])  # δ, `[n]`
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
-        self.scan, self.factors = None, torch.ones_like(self.priors)  # c, `[n]`
+        self.factors = torch.ones_like(self.priors)  # c, `[n]`
         scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
-        if scalar and not posterior.overrides(*POSTERIOR):
-            first = posterior.at_hyperparameters(settings[0]).evidence
+        self._share = scalar and not posterior.overrides(*POSTERIOR)
+        if self._share and posterior.fit.curvature.scaled_by_noise:
             weights = torch.stack(
                 [posterior.at_hyperparameters(setting).evidence.weights.mean() for setting in settings]
             )
-            self.factors = weights / weights[0] if first.fit.curvature.scaled_by_noise else torch.ones_like(weights)
-            self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
+            self.factors = weights / weights[0]
         self.summaries = predictive.summaries(posterior.likelihood, for_scores=not whole_covariance)
         self._weights: dict[int, Tensor] = {}
+
+    @cached_property
+    def scan(self) -> VariancesOverPriors | None:
+        """Variances of all candidates by one factorisation, when they are first asked for; None where each has its own.
+
+        Raises:
+            CurvatureError: There is none.
+        """
+        if not self._share:
+            return None
+        first = self.posterior.at_hyperparameters(self.settings[0]).evidence
+        return first.fit.curvature.scan(first.weights, self.posterior.problem.layout, **first.options)
 
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
-        separate = self.called or self.scan is None
+        separate = self.called or not self._share
         likelihood = self.posterior.likelihood
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
         if self.kind != PredType.NN and by_rows and not separate:
