@@ -49,7 +49,7 @@ def applies_to(likelihood: Likelihood) -> bool:
 
 
 _PANEL = 192
-"""Rows of a triangle that are multiplied at once: of a wide one little is multiplied that is zero."""
+"""Rows of a triangle that are multiplied at once: of a wide one little more than half is."""
 
 
 @dataclass(frozen=True, eq=False)

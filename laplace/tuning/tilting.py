@@ -88,8 +88,7 @@ def _summed(posterior: Posterior, names: list[str], train_loader: Iterable[Any])
     sums: dict[str, Tensor] = {}
     for inputs, _ in _inputs_of_fit(posterior, names, train_loader):
         for name, each in inputs.items():
-            rows = widened(each.flatten(0, 1))  # [R, G, I]
-            sums[name] = sums.get(name, 0) + rows.permute(1, 2, 0) @ rows.permute(1, 0, 2)
+            sums[name] = sums.get(name, 0) + group_gram(widened(each.flatten(0, 1)))
     for name, total in sums.items():
         if not bool(total.isfinite().all()):
             raise InvalidData(
