@@ -94,11 +94,10 @@ class Leverage:
 
 def _squared_norms(lower: Tensor, x: Tensor) -> Tensor:
     """‖W x‖² of a lower triangular W `[d, d]`, of x `[..., d]`, at little more than half the cost of the product."""
-    width = len(lower)
-    step = width if operations_are_dear(lower.device) else _PANEL
+    step = len(lower) if operations_are_dear(lower.device) else _PANEL
     parts = [
         (x[..., : start + step] @ lower[start : start + step, : start + step].T).square().sum(-1)
-        for start in range(0, width, step)
+        for start in range(0, len(lower), step)
     ]
     return torch.stack(parts).sum(0)
 

@@ -538,10 +538,7 @@ class _ScoreDifferences:
         self._sums = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
 
     def read(
-        self,
-        fold: Fold | LeaveOneOutFold,
-        scored: MixedCandidates,
-        kept: Sequence[tuple[_HeldOutBatch, ...]] = (),
+        self, fold: Fold | LeaveOneOutFold, scored: MixedCandidates, kept: Sequence[tuple[_HeldOutBatch, ...]] = ()
     ) -> None:
         """Takes in the data of a fold, of which batches may have been read before."""
         if isinstance(fold, LeaveOneOutFold):

@@ -176,20 +176,15 @@ class Candidates:
         scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
         self._share = scalar and not posterior.overrides(*POSTERIOR)
         if self._share and posterior.fit.curvature.scaled_by_noise:
-            weights = torch.stack(
-                [posterior.at_hyperparameters(setting).evidence.weights.mean() for setting in settings]
-            )
+            evidences = [posterior.at_hyperparameters(setting).evidence for setting in settings]
+            weights = torch.stack([evidence.weights.mean() for evidence in evidences])
             self.factors = weights / weights[0]
         self.summaries = predictive.summaries(posterior.likelihood, for_scores=not whole_covariance)
         self._weights: dict[int, Tensor] = {}
 
     @cached_property
     def scan(self) -> VariancesOverPriors | None:
-        """Variances of all candidates by one factorisation, when they are first asked for; None where each has its own.
-
-        Raises:
-            CurvatureError: There is none.
-        """
+        """Variances of all candidates by one factorisation, made when first asked for; None where each has its own."""
         if not self._share:
             return None
         first = self.posterior.at_hyperparameters(self.settings[0]).evidence
