@@ -250,7 +250,6 @@ def calibrate(
         tilts = (found, narrow) if found and found[0].width else (found,)
         scores = _ScoreDifferences(grid, noises, network_noise, tilts)
         for number, fold in enumerate(folds):
-            # The first ones' factorisation serves their width and their scores; two are never held at once.
             scored = grid.predictions(fold, network_noise) if number else scored
             scores.read(fold, scored, kept)
     scores.check_labels()

@@ -173,8 +173,8 @@ class Candidates:
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
         self.factors = torch.ones_like(self.priors)  # c, `[n]`
-        scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
-        self._share = scalar and not posterior.overrides(*POSTERIOR)
+        is_scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
+        self._share = is_scalar and not posterior.overrides(*POSTERIOR)
         if self._share and posterior.fit.curvature.scaled_by_noise:
             evidences = [posterior.at_hyperparameters(setting).evidence for setting in settings]
             weights = torch.stack([evidence.weights.mean() for evidence in evidences])
@@ -185,10 +185,8 @@ class Candidates:
     @cached_property
     def scan(self) -> VariancesOverPriors | None:
         """Variances of all candidates by one factorisation, made when first asked for; None where each has its own."""
-        if not self._share:
-            return None
-        first = self.posterior.at_hyperparameters(self.settings[0]).evidence
-        return first.fit.curvature.scan(first.weights, self.posterior.problem.layout, **first.options)
+        first, layout = self.posterior.at_hyperparameters(self.settings[0]).evidence, self.posterior.problem.layout
+        return first.fit.curvature.scan(first.weights, layout, **first.options) if self._share else None
 
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together for batches of about this size."""
