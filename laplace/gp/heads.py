@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.core.cached import cached_property
 from laplace.core.precision_policy import widened
 
 INTERCEPT = 0.1
@@ -150,6 +149,49 @@ class FeatureBasis:
 
 
 @dataclass(frozen=True, eq=False)
+class Marginals:
+    """Means and variances of outputs, as functions of features: of few inputs the number of operations is their cost.
+
+    With standardised features s and u = Vᵀ s they are A u + b and uᵀ F_c u + l_cᵀ u + o_c + κ |s|², at least 0: what
+    κ says of the span is subtracted in F.
+
+    Attributes:
+        basis: Coordinates of the features.
+        at, intercept: Aᵀ and b, `[R, K]` and `[K]`.
+        forms, linear, constant: F, l and o, `[R, K R]`, `[K R]` and `[K]`.
+        beyond: κ, 0-dim.
+    """
+
+    basis: FeatureBasis
+    at: Tensor
+    intercept: Tensor
+    forms: Tensor
+    linear: Tensor
+    constant: Tensor
+    beyond: Tensor
+
+    @classmethod
+    def in_basis(cls, basis: FeatureBasis, at: Tensor, forms: Tensor, beyond: Tensor | float) -> Marginals:
+        """Of weights `[R + 1, K]`, forms `[K, R + 1, R + 1]`, and the variance of a unit away from the span."""
+        kappa, gains = beyond * basis.rest.square(), basis.gains
+        inside = gains.unsqueeze(1) * forms[:, :-1, :-1] * gains - kappa * torch.ones_like(gains).diag()
+        linear = 2 * gains * forms[:, -1, :-1]
+        return cls(
+            basis, gains.unsqueeze(1) * at[:-1], at[-1], inside.movedim(0, 1).flatten(1), linear.flatten(),
+            forms[:, -1, -1], kappa,
+        )  # fmt: skip
+
+    def __call__(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances `[B, K]` at features `[B, D]`."""
+        s = (widened(features) - self.basis.mean) / self.basis.scale
+        u = s @ self.basis.vectors
+        moved = torch.addmm(self.linear, u, self.forms).view(len(u), len(self.constant), u.shape[1])
+        inside = (moved @ u.unsqueeze(2)).squeeze(2) + self.constant
+        variance = torch.addcmul(inside, self.beyond, s.square().sum(1, keepdim=True)).clamp(min=0)
+        return torch.addmm(self.intercept, u, self.at), variance
+
+
+@dataclass(frozen=True, eq=False)
 class LeaveOneOutOutputs:
     """Outputs of every datum under the posterior of all others.
 
@@ -248,18 +290,12 @@ class Inverse:
         """What covariances are made of, `[K, R + 1, B]` and `[K, N, B]`."""
         return self.roots @ z.T, self.coupling @ z.T
 
-    @cached_property
     def forms(self) -> Tensor:
         """Q_c of the variances z̃ᵀ Q_c z̃ of logits less their mean, `[K, R + 1, R + 1]`."""
         n = len(self.roots)
         own = self.roots.mT @ self.roots
         shared = self.coupling - self.coupling.mean(0)
         return (1 - 2 / n) * own + own.mean(0) / n + shared.mT @ shared
-
-    def variance(self, z: Tensor, outside: Tensor) -> Tensor:
-        """The diagonals of `covariance`, `[B, K]`, of few inputs in less time."""
-        n = len(self.roots)
-        return ((z @ self.forms) * z).sum(2).T.clamp(min=0) + (1 - 1 / n) * outside.unsqueeze(1)
 
 
 def _between(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], outside: Tensor) -> Tensor:
@@ -293,10 +329,10 @@ class SoftmaxHead:
         f = z @ self.at
         return f - f.mean(1, keepdim=True), self.inverse.covariance(z, outside / self.decay)
 
-    def marginals(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances alone, `[B, K]`."""
-        f = z @ self.at
-        return f - f.mean(1, keepdim=True), self.inverse.variance(z, outside / self.decay)
+    def marginals(self, basis: FeatureBasis) -> Marginals:
+        """The same of logits, without covariances between them."""
+        n, at = len(self.inverse.roots), self.at - self.at.mean(1, keepdim=True)
+        return Marginals.in_basis(basis, at, self.inverse.forms(), (1 - 1 / n) / self.decay)
 
     def left_out(self, data: Labelled, others: Coordinates) -> LeaveOneOutOutputs:
         """Moments of every datum without it, by one Newton step.
@@ -399,10 +435,11 @@ class RidgeHead:
         share = (self.root @ z.T).square().sum(0) + outside / self.decay
         return z @ self.at, (self.noise * share).view(-1, 1, 1)
 
-    def marginals(self, z: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances, `[B, 1]`."""
-        mean, covariance = self.moments(z, outside)
-        return mean, covariance.flatten(1)
+    def marginals(self, basis: FeatureBasis) -> Marginals:
+        """The same in fewer operations."""
+        return Marginals.in_basis(
+            basis, self.at, self.noise * (self.root.mT @ self.root)[None], self.noise / self.decay
+        )
 
     def left_out(self, data: Labelled) -> LeaveOneOutOutputs:
         """Moments of every datum without it, exactly."""

@@ -538,6 +538,13 @@ def _indices(labels: Any, choices: tuple[Any, ...]) -> Tensor:
     if not any(isinstance(choice, int | float) for choice in choices):
         place |= {k: k for k in range(len(choices))}
     given = _plain(labels)
+    rows = [label for label in given if isinstance(label, list | np.ndarray)]
+    if rows:
+        how = ".reshape(-1)" if len(rows[0]) == 1 else ".argmax(1)"
+        raise InvalidData(
+            f"labels of shape {[len(given), *np.shape(rows[0])]}; one for every input, [N], is accepted, a choice or "
+            f"its index: np.asarray(labels){how}."
+        )
     unknown = [
         label
         for label in given
@@ -562,8 +569,14 @@ def _numbers(labels: Any) -> Tensor:
     except (TypeError, ValueError) as error:
         raise InvalidData("ratings are numbers [N]; give choices= for labels of other kinds.") from error
     found = found.squeeze(1) if found.ndim == 2 and found.shape[1] == 1 else found
-    if found.ndim != 1 or not bool(found.isfinite().all()):
-        raise InvalidData(f"ratings of shape {list(found.shape)}; finite numbers [N] are accepted.")
+    if found.ndim != 1:
+        raise InvalidData(f"ratings of shape {list(found.shape)}; one for every input, [N], is accepted.")
+    unknown = (~found.isfinite()).nonzero().flatten().tolist()
+    if unknown:
+        raise InvalidData(
+            f"{len(unknown)} ratings are not finite, the first is {float(found[unknown[0]])} of input {unknown[0]}; "
+            "leave these inputs out."
+        )
     return found
 
 

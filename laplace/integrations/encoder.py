@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,7 @@ class Encoder:
         self.max_length = max_length or _longest(model, tokenizer)
         self._known: tuple[Any, ...] = ()
         self._tensors: list[Tensor] = []
+        self._walked: tuple[list[nn.Module], list[nn.Module | None]] = [], []
 
     def features(self, inputs: Any) -> Tensor:
         """Features of all inputs, `[N, D]`, on the CPU, in float32 or float64.
@@ -64,9 +68,10 @@ class Encoder:
             found = self._of_texts(list(inputs))
         else:
             found = self._of_batches(self.batches(inputs))
-        finite = found.isfinite().all(1)
-        if not bool(finite.all()):
-            rows = (~finite).nonzero().flatten().tolist()
+        if not math.isfinite(float(found.sum())):  # or the sum alone is too large
+            rows = (~found.isfinite().all(1)).nonzero().flatten().tolist()
+            if not rows:
+                return found
             raise InvalidData(
                 f"features of {len(rows)} inputs are not finite, the first is input {rows[0]}; leave these inputs out, "
                 "or run the model in float32."
@@ -81,10 +86,11 @@ class Encoder:
         rows = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         parts = self._of_batches(self.padded([tokens[i] for i in some]) for some in rows)
         place = {distinct[i]: row for row, i in enumerate(order)}
-        return parts[[place[text] for text in texts]]
+        wanted = [place[text] for text in texts]
+        return parts if wanted == list(range(len(parts))) else parts[wanted]
 
     def _of_batches(self, batches: Iterable[Any]) -> Tensor:
-        with evaluated(self.model), torch.no_grad():
+        with evaluated(self.modules()), torch.no_grad():
             found = [self._of_batch(batch) for batch in batches]
         if not found:
             raise InvalidData("there are no inputs; give one text or one row of tensors at least.")
@@ -144,26 +150,25 @@ class Encoder:
         limits = most is not None and not to_the_end and not self.end
         options: dict[str, Any] = {"truncation": True, "max_length": most} if limits else {}
         found = self.tokenizer(list(texts), **options)
-        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
-        if most is None:
-            return [{name: list(found[name][i]) for name in names} for i in range(len(texts))]
+        names = [name for name in ("input_ids", "token_type_ids") if name in found]
+        rows = [{name: list(found[name][i]) for name in names} for i in range(len(texts))]
+        if most is None or all(len(row["input_ids"]) <= most for row in rows):
+            return rows
         last = most if to_the_end else min(most, len(self.tokenizer(self.end)["input_ids"])) if self.end else 0
-        return [{name: _shortened(list(found[name][i]), most, last) for name in names} for i in range(len(texts))]
+        return [{name: _shortened(row[name], most, last) for name in names} for row in rows]
 
     def padded(self, tokens: Sequence[Mapping[str, list[int]]]) -> Batch:
         """A batch with pads on the right, whether the tokenizer has a token for them or not."""
         config = getattr(self.model, "config", None)
         pads = (getattr(self.tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0)
         pad = next(value for value in pads if isinstance(value, int))
-        lengths = torch.tensor([len(row["input_ids"]) for row in tokens])
-        longest = int(lengths.max())
-        batch = {
-            name: nn.utils.rnn.pad_sequence(
-                [torch.tensor(row[name]) for row in tokens], True, pad if name == "input_ids" else 0
-            )
+        lengths = [len(row["input_ids"]) for row in tokens]
+        short = [max(lengths) - n for n in lengths]
+        filled = {
+            name: [[*row[name], *[pad if name == "input_ids" else 0] * n] for row, n in zip(tokens, short, strict=True)]
             for name in tokens[0]
-        }
-        return batch | {"attention_mask": (torch.arange(longest) < lengths.unsqueeze(1)).long()}
+        } | {"attention_mask": [[1] * n + [0] * m for n, m in zip(lengths, short, strict=True)]}
+        return {name: torch.tensor(rows) for name, rows in filled.items()}
 
     # Whether model and tokenizer are those of the fit.
 
@@ -204,14 +209,30 @@ class Encoder:
         self._tensors = self._tensors_now()  # held, so that no other tensor has their identities
         self._known = self._signature()
 
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model: those that were found last, while each has the children that it had."""
+        known, children = self._walked
+        if not known or known[0] is not self.model or not _same(_children(known), children):
+            known = [] if self.model is None else modules_of(self.model)
+            self._walked = known, _children(known)
+        return known
+
     def _tensors_now(self) -> list[Tensor]:
         """Tensors of the model, in whichever modules it has by now: adapters may have taken the place of layers."""
-        return [] if self.model is None else tensors_of(modules_of(self.model))
+        return tensors_of(self.modules())
 
     def _signature(self) -> tuple[Any, ...]:
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else 0
         tensors = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors_now()]
         return id(self.model), id(self.tokenizer), size, tensors, self.pool, self.max_length
+
+
+def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
+    return [*chain.from_iterable(module._modules.values() for module in modules)]
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def are_texts(inputs: Any) -> bool:
@@ -272,13 +293,13 @@ def is_causal(model: Any) -> bool:
 
 
 @contextmanager
-def evaluated(model: Any) -> Iterator[None]:
-    """A model in evaluation mode; every module gets its own mode back."""
-    if not any(module.training for module in modules_of(model)):
+def evaluated(modules: list[nn.Module]) -> Iterator[None]:
+    """A model, by all of its modules, in evaluation mode; every one gets its own mode back."""
+    if not any(module.training for module in modules):
         yield
         return
-    with flags_put_back(model):
-        model.eval()
+    with flags_put_back(modules[0]):
+        modules[0].eval()
         yield
 
 
@@ -291,10 +312,10 @@ def to_the_left(batch: Batch) -> Batch:
     mask = batch.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return batch
+    if mask.shape[1] and bool(mask[:, 0].all()):
+        return batch
     if not bool(mask.any(1).all()):
         raise InvalidData("a text has no token: its attention_mask is zero. Leave it out.")
-    if bool(mask[:, 0].all()):
-        return batch
     order = (mask == 0).long().argsort(dim=1, stable=True)
     rows = torch.arange(len(order), device=order.device).unsqueeze(1)
     return {name: value[rows, order] if value.shape[:2] == mask.shape else value for name, value in batch.items()}
@@ -385,7 +406,7 @@ class ZeroShot:
     def _asked(self, prompts: list[str]) -> Iterator[Tensor]:
         encoder = self.encoder
         device = _device_of(self.answers.model)
-        with evaluated(encoder.model), torch.no_grad():
+        with evaluated(encoder.modules()), torch.no_grad():
             for i in range(0, len(prompts), encoder.batch_size):
                 batch = encoder.padded(encoder.tokens(prompts[i : i + encoder.batch_size], to_the_end=True))
                 yield self.answers({name: value.to(device) for name, value in batch.items()}).cpu().to(wide_dtype())

@@ -17,7 +17,17 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import replayed
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.gp.heads import FLAT, INTERCEPT, FeatureBasis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
+from laplace.gp.heads import (
+    FLAT,
+    INTERCEPT,
+    FeatureBasis,
+    Labelled,
+    Marginals,
+    RidgeHead,
+    SoftmaxHead,
+    ridge_heads,
+    softmax_heads,
+)
 from laplace.grid import from_names
 from laplace.likelihoods import Categorical, get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -132,18 +142,22 @@ class FittedHead:
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Means `[B, K]` and covariances `[B, K, K]` of logits less their mean, or of the function `[B, 1]`."""
-        mean, covariance = self.head.moments(*self._coordinates(features))
+        mean, covariance = self.head.moments(*self.basis.coordinates(self._checked(features)))
         return mean * self.unit + self.shift, covariance * self.unit**2
 
-    def _coordinates(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _checked(self, features: Tensor) -> Tensor:
         n_features = len(self.basis.mean)
         if features.ndim != 2 or features.shape[1] != n_features:
             raise InvalidData(f"features of shape {list(features.shape)}; the head was fitted to [N, {n_features}].")
-        return self.basis.coordinates(features)
+        return features
+
+    @cached_property
+    def _marginals(self) -> Marginals:
+        return self.head.marginals(self.basis)
 
     def call(self, features: Tensor) -> Any:
         """Probabilities `[B, K]`, or mean and variance of a number, `[B, 1]` each."""
-        mean, variance = self.head.marginals(*self._coordinates(features))
+        mean, variance = self._marginals(self._checked(features))
         if not self.is_regression:
             return self.stacked.probabilities(mean, variance)
         mean, variance = mean * self.unit + self.shift, variance * self.unit**2

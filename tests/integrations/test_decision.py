@@ -480,7 +480,9 @@ def test_features_of_another_width_are_refused() -> None:
         ([0] * 19 + [2], "none of the choices"),
         ([0.5] * 20, "none of the choices"),
         ([True] * 20, "none of the choices"),
-        ([[0]] * 20, "none of the choices"),
+        ([[0]] * 20, r"labels of shape \[20, 1\]; one for every input, .*reshape\(-1\)"),
+        (torch.zeros(20, 1).long(), r"labels of shape \[20, 1\]"),
+        ([np.zeros(2)] * 20, r"labels of shape \[20, 2\]; .*argmax\(1\)"),
         (["bad"] * 20, "all 20 labels are 'bad'"),
         (["bad", "good"] * 5, "20 inputs and 10 labels"),
         (["bad", "good"], "2 labels; give 10 or more"),
@@ -491,6 +493,26 @@ def test_features_of_another_width_are_refused() -> None:
 def test_labels_that_cannot_be(labels: Any, says: str) -> None:
     with pytest.raises(InvalidData, match=says):
         decision(None, None, NAMES).fit(X(), labels)
+
+
+@pytest.mark.parametrize(
+    ("ratings", "says"),
+    [
+        ([1.0] * 17 + [math.nan, 2.0, math.inf], "2 ratings are not finite, the first is nan of input 17; leave"),
+        (torch.zeros(20, 2), r"ratings of shape \[20, 2\]; one for every input"),
+        (["good"] * 20, "ratings are numbers"),
+    ],
+)
+def test_ratings_that_cannot_be(ratings: Any, says: str) -> None:
+    with pytest.raises(InvalidData, match=says):
+        decision(None, None, None).fit(X(), ratings)
+
+
+def test_features_whose_sum_alone_is_too_large() -> None:
+    x = X()
+    x[:, 0] = torch.where(x[:, 0] > 0, 3e38, 1e38)
+    head = decision(None, None, NAMES).fit(x, [0, 1] * 10)
+    assert bool(head(x).isfinite().all())
 
 
 @pytest.mark.parametrize(
