@@ -246,6 +246,36 @@ def answered(threshold: Threshold, probabilities: Tensor, labels: Tensor) -> tup
     return float(wrong.mean()) if len(wrong) else 0.0, float(given.double().mean())
 
 
+def one_text(n_pairs: int = 400) -> dict[str, float]:
+    """Median milliseconds of processor time of a decision on a text, and of the encoder alone, in turn.
+
+    The encoder alone is its tokenizer, forward pass and mean over tokens, as its authors show them.
+    """
+    from examples import pretrained_data
+
+    model, tokenizer = pretrained_data.sentence_encoder()
+    texts, ratings = pretrained_data.ratings("tweets")
+    head = decision(model, tokenizer, ["bad", "good"]).fit(texts[:60], [int(rating > 0) for rating in ratings[:60]])
+    one = texts[100:101]
+
+    def alone() -> Tensor:
+        with torch.no_grad():
+            batch = tokenizer(one, padding=True, truncation=True, return_tensors="pt")
+            hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(2)
+            return (hidden * mask).sum(1) / mask.sum(1)
+
+    spent: dict[str, list[float]] = {"decision": [], "encoder": []}
+    for i in range(n_pairs + 20):
+        both = [("decision", lambda: head(one)), ("encoder", alone)]
+        for name, call in both if i % 2 else both[::-1]:
+            start = time.thread_time()
+            call()
+            spent[name].append(1000 * (time.thread_time() - start))
+    ours, theirs = spent["decision"][20:], spent["encoder"][20:]
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return {"decision": statistics.median(ours), "encoder": statistics.median(theirs), "ratio": ratio}
+
+
 # What was found: means over cells.
 
 
@@ -319,7 +349,7 @@ def aggregated(results: dict[str, Any]) -> dict[str, Any]:
     kept["acquire"] = {
         way: [statistics.mean(values) for values in zip(*each, strict=True)] for way, each in curves.items()
     } | {"draws": len(curves["random"])}
-    return rounded(kept)
+    return rounded(kept | {"one text": results["one text"]})
 
 
 def labels_to_equal(kept: dict[str, Any]) -> tuple[int, int]:
@@ -365,6 +395,11 @@ def sentences(kept: dict[str, Any]) -> Iterator[str]:
         f'`laplace.acquire(…, "epig")`, {kept["acquire"]["draws"]} draws: {few} labels are as good as {many} '
         "random ones."
     )
+    cost = kept["one text"]
+    yield (
+        f"one text at a time takes {cost['ratio']:.3f} times what its encoder takes alone, tokens included, which is "
+        f"{cost['encoder']:.1f} ms on one thread; a fit of the most labels takes {kept['seconds']:.1f} s."
+    )
 
 
 def in_words(gap: Sequence[float]) -> str:
@@ -385,6 +420,7 @@ def run(seed: int, n_draws: int, n_topic_draws: int, *, quick: bool) -> dict[str
         "regression": regression(found, seed, n_draws, sizes),
         "acquire": labels_needed(found, seed, min(n_draws, 5), 40 if quick else 110),
         "thresholds": thresholds(found, seed, 3 if quick else 200),
+        "one text": one_text(60 if quick else 400),
         "seed": seed,
     }
 

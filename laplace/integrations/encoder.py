@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
+from itertools import chain, filterfalse
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, UnsupportedError
 from laplace.network.model_guard import flags_put_back
-from laplace.network.tree import modules_of, tensors_of
+from laplace.network.tree import modules_of
 
 POOLS = ("last", "mean")
 
@@ -212,23 +212,26 @@ class Encoder:
     def modules(self) -> list[nn.Module]:
         """All modules of the model: those that were found last, while each has the children that it had."""
         known, children = self._walked
-        if not known or known[0] is not self.model or not _same(_children(known), children):
+        if not known or known[0] is not self.model or not _same(_held(known, "_modules"), children):
             known = [] if self.model is None else modules_of(self.model)
-            self._walked = known, _children(known)
+            self._walked = known, _held(known, "_modules")
         return known
 
     def _tensors_now(self) -> list[Tensor]:
         """Tensors of the model, in whichever modules it has by now: adapters may have taken the place of layers."""
-        return tensors_of(self.modules())
+        modules = self.modules()
+        return [t for table in ("_parameters", "_buffers") for t in _held(modules, table) if t is not None]
 
     def _signature(self) -> tuple[Any, ...]:
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else 0
-        tensors = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors_now()]
-        return id(self.model), id(self.tokenizer), size, tensors, self.pool, self.max_length
+        tensors = self._tensors_now()
+        versions = [*map(attrgetter("_version"), filterfalse(Tensor.is_inference, tensors))]
+        return id(self.model), id(self.tokenizer), size, [*map(id, tensors)], versions, self.pool, self.max_length
 
 
-def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
-    return [*chain.from_iterable(module._modules.values() for module in modules)]
+def _held(modules: list[nn.Module], table: str) -> list[Any]:
+    """What tables of modules hold, found in no loop of Python: every prediction asks."""
+    return [*chain.from_iterable(map(methodcaller("values"), map(attrgetter(table), modules)))]
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
@@ -295,7 +298,7 @@ def is_causal(model: Any) -> bool:
 @contextmanager
 def evaluated(modules: list[nn.Module]) -> Iterator[None]:
     """A model, by all of its modules, in evaluation mode; every one gets its own mode back."""
-    if not any(module.training for module in modules):
+    if not any(map(attrgetter("training"), modules)):
         yield
         return
     with flags_put_back(modules[0]):
