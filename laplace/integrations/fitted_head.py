@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,17 +17,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import replayed
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.gp.heads import (
-    FLAT,
-    INTERCEPT,
-    FeatureBasis,
-    Labelled,
-    Marginals,
-    RidgeHead,
-    SoftmaxHead,
-    ridge_heads,
-    softmax_heads,
-)
+from laplace.gp.heads import FLAT, INTERCEPT, FeatureBasis, Labelled, RidgeHead, SoftmaxHead, ridge_heads, softmax_heads
 from laplace.grid import from_names
 from laplace.likelihoods import Categorical, get_likelihood
 from laplace.likelihoods.base import Likelihood
@@ -152,7 +142,7 @@ class FittedHead:
         return features
 
     @cached_property
-    def _marginals(self) -> Marginals:
+    def _marginals(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         return self.head.marginals(self.basis)
 
     def call(self, features: Tensor) -> Any:
