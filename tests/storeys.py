@@ -52,7 +52,7 @@ STOREYS = (
             "large_structures", "large_fits", "gp", "function_space", "refinement", "tuning", "comparison.py",
             "metrics.py", "mixture", "training",
         ),
-        9_030,
+        9_040,
     ),
     Storey(
         "adapters",
