@@ -185,8 +185,9 @@ def mixtures(
         (SNAPSHOTS, pool, epochs.count / training.n_epochs, f"{pool.n_components} networks, "),
         (CALIBRATED_ENSEMBLE, five, four, ""),
     ):
-        la.fit(train := batches(split.train))
-        found = la.calibrate(batches(split.val), train_loader=train)
+        data = batches(split.train)
+        la.fit(data)
+        found = la.calibrate(batches(split.val), train_loader=data)
         yield Column(method, posterior, _of(la), note + in_words(found), more)
 
 

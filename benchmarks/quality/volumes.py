@@ -108,7 +108,7 @@ def area_under_risk(risk: Tensor, doubt: Tensor) -> float:
 def areas_of(la: Any, data: Pair) -> Totals:
     """Areas of all images."""
     found = [totals(la, x, of=1) for x, _ in batches(data)]
-    return Totals(*(torch.cat([getattr(part, name) for part in found]) for name in ("mean", "covariance")))
+    return Totals(torch.cat([part.mean for part in found]), torch.cat([part.covariance for part in found]))
 
 
 def fitted(network: UNet, name: str, train: Pair, seed: int) -> Any:

@@ -208,8 +208,9 @@ def _graph(capture: Capture, leaves: Mapping[int, str], sizes: _Sizes) -> tuple[
             if home is not None and home not in number:
                 number[home] = len(nodes)
                 nodes.append(home)
-            moved = home is not None and home is not after  # to where a recurrence began
-            place = (home.place(after), sizes.out_of(after._input_metadata[index].shape)) if moved else ()
+            place: Hashable = ()
+            if home is not None and home is not after:  # of a recurrence, to where it began
+                place = home.place(after), sizes.out_of(after._input_metadata[index].shape)
             following.append((None if home is None else number[home], index, place))
         if isinstance(node, _Recurrence):
             record.append((node.names, tuple(following)))
