@@ -631,7 +631,7 @@ def test_the_network_runs_once_per_batch(weights: str, structure: str, link: str
     calls.clear()
     quiet(la, val_loader=iter(validation("classification")), link_approx=link)
     passes = 2 if structure == "matrix_free" else 1  # the data of the fit as well
-    assert calls == passes * [5, 5, 2]
+    assert sorted(calls) == sorted(passes * [5, 5, 2])  # those of the fit when a candidate asks first
 
 
 def test_sampled_heads_need_one_pass_of_the_trunk_per_candidate_at_most() -> None:
